@@ -79,17 +79,18 @@ class Inputs(nn.Module):
         self,
         inputs: Int[Array, "B T"] | Float[Array, "B T F"],
         valid: Bool[Array, "B T"],
+        types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Returns the input of the first layer, with zeros for padding.
 
-        `inputs` are int32 tokens, or feature vectors of width F; all token types are 0.
+        `inputs` are int32 tokens, or feature vectors of width F; without `types`, all types are 0.
         """
         m = self.model
         check_inputs(m, inputs)
         dtype = compute_dtype(m)
         x = self.feature_proj(inputs.astype(dtype)) if m.features else self.token_embed(inputs)
         if m.token_types:
-            x = x + self.type_embed(jnp.zeros_like(inputs))
+            x = x + self.type_embed(jnp.zeros_like(inputs) if types is None else types)
         if m.positions == "convolution":
             x = x + depthwise_convolution(jnp.where(valid[..., None], x, 0), self.pos_conv)
         elif m.positions != "none":
@@ -264,13 +265,14 @@ class Encoder(nn.Module):
         inputs: Int[Array, "B T"] | Float[Array, "B T F"],
         valid: Bool[Array, "B T"],
         key: jax.Array,
+        types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Returns a hidden vector for each input; the vectors at padding have no meaning.
 
         The vectors of a row depend only on the row's valid inputs and on the key, which is for
         kinds of attention that draw random numbers. Evaluation should use a fixed key.
         """
-        x = self.inputs(inputs, valid)
+        x = self.inputs(inputs, valid, types)
         x, _ = self.layers(x, layer_keys(key, self.model.layers), SharedInputs(valid))
         return self.final_norm(x) if self.model.norm_first else x
 
@@ -293,9 +295,10 @@ class EncoderWithHead(nn.Module):
         inputs: Int[Array, "B T"] | Float[Array, "B T F"],
         valid: Bool[Array, "B T"],
         key: jax.Array,
+        types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "..."]:
         """Returns the output of the task's head, whose shape depends on the task."""
-        return self.head(self.encoder(inputs, valid, key), valid)
+        return self.head(self.encoder(inputs, valid, key, types), valid)
 
     def head_at_positions(
         self,

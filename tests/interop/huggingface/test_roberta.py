@@ -54,17 +54,17 @@ def loaded(directory: Path) -> tuple[Any, dict[str, np.ndarray]]:
 def computed(directory: Path, attention: Attention) -> tuple[np.ndarray, np.ndarray]:
     """Returns hidden vectors and logits for the recorded inputs."""
     (params, described), x = loaded(directory)
-    arrays = [jnp.asarray(x[name]) for name in ("tokens", "mask")]
+    arrays = [jnp.asarray(x[name]) for name in ("tokens", "mask", "types")]
 
     @jax.jit
-    def run(params: Any, tokens: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
+    def run(params: Any, tokens: Any, mask: Any, types: Any) -> tuple[jax.Array, jax.Array]:
         of_head = encoder.EncoderWithHead(described.model, attention, described.task)
         key = jax.random.key(0)
         hidden = of_head.apply(
-            {"params": params}, tokens, mask, key,
+            {"params": params}, tokens, mask, key, types,
             method=lambda network, *inputs: network.encoder(*inputs),
         )  # fmt: skip
-        y = of_head.apply({"params": params}, tokens, mask, key)
+        y = of_head.apply({"params": params}, tokens, mask, key, types)
         if described.task == "masked_language_modeling":
             y = seq2seq.logits(encoder.readout(params), y)
         return hidden, y
