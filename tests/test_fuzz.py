@@ -23,7 +23,7 @@ def fuzz() -> ModuleType:
 
 # Tasks of Orbax may fail in the background after their checkpoint was refused.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("inputs", [60, pytest.param(30_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inputs", [30, pytest.param(30_000, marks=pytest.mark.slow)])
 def test_every_reader_reads_or_refuses(
     inputs: int, fuzz: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

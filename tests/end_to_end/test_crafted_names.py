@@ -120,7 +120,7 @@ COMMANDS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("compare", "follow", "export", "pairs", "probe")
+@pytest.mark.slow_cases("compare", "follow", "export", "pairs", "probe", "no plan")
 @pytest.mark.parametrize("case", COMMANDS)
 def test_commands_escape_names(
     case: str, run: Path, books: Path, tmp_path: Path, commands: Commands

@@ -106,7 +106,7 @@ def described(*axes: str | None) -> Callable[[Model], State]:
     return lambda model: State(state_array((16,), axes))
 
 
-@pytest.mark.slow_cases("changes[26]-*")
+@pytest.mark.slow_cases("changes[0256]-*")
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

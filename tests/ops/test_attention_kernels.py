@@ -194,7 +194,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.slow_cases("slab, dropout", *SLOW)
+@pytest.mark.slow_cases("slab, dropout", "slab, three tiles", *SLOW)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_equals_the_definition(
     name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -89,7 +89,7 @@ def lives(fresh: Fresh) -> Iterator[tuple[Mirror, set[tuple[tuple[int, str], ...
     yield made, {((2, "old"),), (), ((2, "new"),)}
 
 
-@pytest.mark.slow_cases("s3-*")
+@pytest.mark.slow_cases("s3-*", "*-reset")
 @pytest.mark.parametrize("first", ["reset", "lost"])
 @pytest.mark.parametrize("life", [0, 1, 2], ids=["added", "removed", "replaced"])
 def test_a_publish_that_is_killed_leaves_whole_checkpoints(

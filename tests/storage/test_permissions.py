@@ -126,6 +126,7 @@ def test_a_bucket_of_another_region(
     assert error.value.exit_code == code
 
 
+@pytest.mark.slow
 def test_a_command_copies_a_run_once(server: BucketServer, tmp_path: Path) -> None:
     """A command may restart itself in order to use huge pages."""
     server.put("bucket", "runs/a/log.txt", b"")

@@ -137,6 +137,7 @@ def test_only_machines_of_google_cloud_ask(tmp_path: Path, monkeypatch: pytest.M
         assert bool(asked) == asks
 
 
+@pytest.mark.slow  # Quick tests show the notice, and what a run does that is to stop.
 def test_a_run_saves_and_ends_with_exit_code_75(
     metadata: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -46,7 +46,7 @@ def during(phase: str, step: int, act: Callable[[], object], patch: pytest.Monke
     patch.setattr(PhaseTracker, "_notify", act_once)
 
 
-@pytest.mark.slow_cases("committing-False", "evaluating-*", "sampling-*")
+@pytest.mark.slow_cases("committing-False", "evaluating-*", "sampling-*", "saving-False")
 @pytest.mark.parametrize(
     ("phase", "replaced"),
     [

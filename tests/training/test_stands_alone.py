@@ -393,6 +393,7 @@ def test_sizes_need_no_data_where_the_vocabulary_is_known(tmp_path: Path) -> Non
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow  # It trains twice.
 def test_a_store_with_a_relative_name_is_found_from_other_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
