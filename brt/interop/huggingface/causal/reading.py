@@ -16,7 +16,7 @@ from brt.data import originals, tokenizer_files, tokenizers
 from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError, DataError
 from brt.interop.huggingface import files, unread
-from brt.interop.huggingface.causal import config, weights
+from brt.interop.huggingface.causal import config, rotary, weights
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.causal.families import FAMILIES, llama_arrays
 from brt.interop.huggingface.weights import Arrays
@@ -118,7 +118,7 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
     used = (*kept, *_ADAPTER) if adapter == directory else kept
     notes = [
         *notes, *_adapter_notes(adapter, directory, file, kept), *tokenizer.notes, *unknown,
-        *_beginning_notes(tokenizer),
+        *_beginning_notes(tokenizer), *rotary.notes(config.text_part(described)),
         *unread.notes(directory, keys=unread_keys, applied=_APPLIED, used=used),
     ]  # fmt: skip
     model = dataclasses.replace(model, end_ids=ends)

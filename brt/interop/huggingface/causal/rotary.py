@@ -150,12 +150,22 @@ def settings(
     }  # fmt: skip
 
 
-def kind_of(keys: Mapping[str, Any]) -> str:
-    """Returns the name of the scaling that a config.json describes, such as "yarn"."""
+def notes(keys: Mapping[str, Any]) -> list[str]:
+    """Returns notes about scalings of config.json that depend on the length of a text, which brt
+    does not scale anew as a text grows.
+    """
     parameters, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
     parameters = parameters.get(GLOBAL, parameters)
     named = scaling.get("rope_type", scaling.get("type", "default"))
-    return parameters.get("rope_type", named)
+    kind = parameters.get("rope_type", named)
+    if kind == "dynamic":
+        return ["rotary positions are not scaled; transformers scales them beyond the context"]
+    if kind in ("longrope", "su"):
+        return [
+            "the divisors of LongRoPE are those for a window of this length; for a window beyond "
+            "or within the original context, convert the directory again with --window"
+        ]
+    return []
 
 
 def _channels(
