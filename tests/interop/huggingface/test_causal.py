@@ -17,7 +17,7 @@ from model_settings import with_settings
 
 from brt.config import Model
 from brt.errors import CheckpointError
-from brt.interop.huggingface.causal import config, families, weights
+from brt.interop.huggingface.causal import config, families, rotary, weights
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
@@ -137,6 +137,25 @@ def test_the_way_back_is_bit_equal(family: str) -> None:
     assert config.family_of(model, kind) == kind
     again = config.to_theirs(model, 1, kind)
     assert config.read(again, WindowChoice(sinks=0))[0] == model
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_decoder_of_a_model_of_texts_and_images_is_read(prefix: str) -> None:
+    described, arrays, *_ = case("gemma3")
+    both = {"model_type": "gemma3", "text_config": described, "vision_config": {"hidden_size": 8}}
+    named = {f"{prefix}{name.removeprefix('model.')}": x for name, x in arrays.items()}
+    named["model.vision_tower.patch.weight"] = np.zeros((2, 2))
+    assert config.read(both, WindowChoice(sinks=0)) == config.read(described, WindowChoice(sinks=0))
+    family = families.FAMILIES[config.text_part(both)["model_type"]]
+    plain = weights.plain_names(named, family)
+    assert plain.keys() == arrays.keys()
+
+
+@pytest.mark.parametrize(("window", "expected"), [(8, (1.0, 1.5, 2.0)), (32, (1.2, 2.0, 4.0))])
+def test_the_window_chooses_the_divisors_of_longrope(window: int, expected: tuple) -> None:
+    model = config.read(case("phi3").described, WindowChoice(window, 0))[0]
+    assert (model.rotary.divisors, model.rotary.channels) == (expected, 6)
+    assert rotary.notes(case("phi3").described)
 
 
 def test_configs_of_earlier_transformers_say_the_same() -> None:
