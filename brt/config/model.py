@@ -267,6 +267,11 @@ class Model:
         self._check_kinds()
 
     def _check_rotary(self) -> None:
+        check(
+            self.rotary.attention_factor == 1 or not self.attention.normalize_qk,
+            f"Rotary.attention_factor = {self.rotary.attention_factor} needs "
+            "SelfAttention.normalize_qk = False",
+        )
         learned = self.positions == "learned"
         check(
             not learned or not (self.sliding.cache or self.sliding.sinks),

@@ -98,7 +98,6 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     # heads.
     "grouped queries": {
         **_GROUPED, "MLP.gated": True, "activation": "silu", "Rotary.divisors": (2.0,),
-        "Rotary.attention_factor": 1.2,
     },
     "grouped queries, sinks": {
         **_GROUPED, "Window.sinks": 3, "window": 6, "Window.block": 4,
@@ -120,7 +119,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "norms of outputs and of all heads": {
         **_GROUPED, "Window.sinks": 2, "window": 6, "Window.block": 4, "positions": "rotary",
         "SelfAttention.normalize_qk": False, "Norm.queries_keys": "heads", "Norm.place": "after",
-        "residual_factor": 0.5, "Embedding.logit_divisor": 2.0,
+        "residual_factor": 0.5, "Embedding.logit_divisor": 2.0, "Rotary.attention_factor": 1.2,
     },
     "layer norms, parallel": {
         "Norm.kind": "layer", "parallel": True, "positions": "rotary", "Rotary.channels": 2,
