@@ -195,6 +195,11 @@ def test_scaling_of_gemma_is_for_layers_without_a_window() -> None:
         ({"hidden_act": "relu2"}, "hidden_act = 'relu2' is not supported"),
         ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "rope scaling 'ntk' is not supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 0}}, "factor = 0 must be above 0"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4}, "rope_theta": 1.0},
+            "'yarn' cannot be computed from a base of 1.0",
+        ),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "interval = 0 must be above 0"),
         ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' lacks 'factor'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({"hidden_size": "32"}, "hidden_size is '32', which is no int"),

@@ -203,13 +203,22 @@ def _scaling(scaling: Mapping[str, Any], family: Family, context: _Context) -> S
     for name in ("factor", "original_max_position_embeddings", "attention_factor"):
         if scaling.get(name, 1) <= 0:
             raise CheckpointError(f"config.json: {name} = {scaling[name]} must be above 0")
-    return read(scaling, context)
+    try:
+        return read(scaling, context)
+    except (ArithmeticError, ValueError) as error:  # Logarithms and quotients of such numbers.
+        raise CheckpointError(
+            f"config.json: the rope scaling {kind!r} cannot be computed from a base of "
+            f"{context.base}, contexts of {context.original} and {context.length} tokens and "
+            f"{scaling!r:.120}"
+        ) from error
 
 
 def _skipped(keys: Mapping[str, Any], family: Family, layers: int) -> tuple[bool, ...]:
     if "no_rope_layers" not in family.keys:
         return ()
     every = keys["no_rope_layer_interval"]
+    if every < 1:
+        raise CheckpointError(f"config.json: no_rope_layer_interval = {every} must be above 0")
     # The key's name says the opposite: layers whose entry is 1 have rotary positions.
     rotates = keys.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(layers)]
     if len(rotates) != layers:
