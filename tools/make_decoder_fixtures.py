@@ -1,6 +1,10 @@
 """Writes tests/data/decoders: tiny random decoders of each family, and the logits that the library
 transformers computes with them. Tests compare brt's logits with them.
 
+windows/logits.npz has the last logits of the same documents if the layers without a window of their
+own see `WINDOW` tokens and `SINKS` sinks. For it, `Windowed` takes the place of transformers'
+attention.
+
     pip install torch transformers
     python tools/make_decoder_fixtures.py tests/data/decoders
 
@@ -19,6 +23,7 @@ import torch
 import transformers
 
 TOKENS, VOCABULARY = 64, 96
+WINDOW, SINKS, LAST = 8, 2, 16
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": TOKENS,
@@ -80,9 +85,51 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+class Windowed:
+    """Attention to a window and sinks, for transformers' interface of attention.
+
+    In the layers without a window of their own, the queries that read sinks outside the window are
+    rotated again, so that token p is at min(p, WINDOW + SINKS - 1). In layers without rotary
+    positions, they are not.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        rotary = next(m for n, m in model.named_modules() if n.endswith("rotary_emb"))
+        positions = torch.arange(TOKENS)
+        turns = positions.clamp(max=WINDOW + SINKS - 1) - positions
+        # Of models with two kinds of rotary positions, the layers without a window have this one.
+        options = {"layer_type": FULL} if hasattr(rotary, f"{FULL}_inv_freq") else {}
+        cos, sin = rotary(torch.zeros(()), turns[None], **options)
+        factor = torch.sqrt(cos[0, 0, 0] ** 2 + sin[0, 0, 0] ** 2)
+        self.cos, self.sin = cos[0] / factor, sin[0] / factor
+
+    def __call__(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        mask: torch.Tensor | None, scaling: float, softcap: float | None = None,
+        sliding_window: int | None = None, **_: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        row, column = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)[None]
+        near = (column <= row) & (row - column < (sliding_window or WINDOW))
+        sinks = (column < SINKS) & (column <= row) & ~near & (sliding_window is None)
+        turned = query if not getattr(module, "use_rope", True) else self._turned(query)
+        products = torch.where(near, query @ key.mT, turned @ key.mT) * scaling
+        if softcap is not None:
+            products = softcap * torch.tanh(products / softcap)
+        weights = torch.softmax(products.masked_fill(~(near | sinks), -torch.inf), -1)
+        return (weights @ value).transpose(1, 2).contiguous(), None
+
+    def _turned(self, query: torch.Tensor) -> torch.Tensor:
+        turned, rest = query[..., : self.cos.shape[-1]], query[..., self.cos.shape[-1] :]
+        first, second = turned.chunk(2, -1)
+        turned = turned * self.cos + torch.cat((-second, first), -1) * self.sin
+        return torch.cat((turned, rest), -1)
+
+
 def main(directory: Path) -> None:
     """Writes a file with config, weights, token ids and logits for each case."""
-    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "windows").mkdir(parents=True, exist_ok=True)
+    windowed = {}
     for name, (family, settings) in CASES.items():
         config_class = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
         sizes = dict(GPT2 if family == "GPT2" else SIZES)
@@ -99,6 +146,12 @@ def main(directory: Path) -> None:
         ids = torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0].numpy()
+            # The divisors of longrope depend on the length that is read.
+            if name not in ("gpt2", "phi3"):
+                transformers.AttentionInterface.register("windowed", Windowed(model))
+                model.set_attn_implementation("windowed")
+                seen = model(input_ids=ids, use_cache=False).logits[0].numpy()
+                windowed[name] = seen[-LAST:]
         saved = model.state_dict()
         if config.tie_word_embeddings:
             saved = {k: v for k, v in saved.items() if k != "lm_head.weight"}
@@ -107,6 +160,7 @@ def main(directory: Path) -> None:
             directory / f"{name}.npz", config=config.to_json_string(), ids=ids[0].numpy(),
             logits=logits, **arrays,
         )  # fmt: skip
+    np.savez_compressed(directory / "windows/logits.npz", **windowed)
 
 
 if __name__ == "__main__":

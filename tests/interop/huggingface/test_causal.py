@@ -98,6 +98,17 @@ def test_logits_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(np.load(DATA / "windows/logits.npz").files))
+def test_a_window_and_sinks_are_the_definition_in_attention_of_transformers(family: str) -> None:
+    described, arrays, ids, _ = case(family)
+    choice = WindowChoice() if family == "mistral" else WindowChoice(8, 2)
+    model = with_settings(config.read(described, choice)[0], {"dtype": "float32"})
+    expected = np.load(DATA / "windows/logits.npz")[family]
+    found = read(model, params_of(described, arrays, model), ids)
+    assert_equal_logits(found[-len(expected) :], expected)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_in_segments_and_token_by_token(family: str) -> None:
     described, arrays, ids, expected = case(family)

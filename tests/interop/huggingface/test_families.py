@@ -37,7 +37,10 @@ SIZES = {
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {"sliding_window": 64}, "qwen2": {}, "qwen3": {},
-    "gpt_neox": {"rotary_pct": 0.5}, "olmo2": {}, "phi3": {},
+    "gpt_neox": {"rotary_pct": 0.5, "head_dim": None, "num_key_value_heads": None}, "olmo2": {},
+    "phi3": {}, "granite": {"residual_multiplier": 0.3, "attention_multiplier": 0.3},
+    "smollm3": {"no_rope_layers": [1, 0]}, "gemma": {},
+    "olmo3": {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma2": {"sliding_window": 32, "query_pre_attn_scalar": 8,
         "layer_types": ["sliding_attention", "full_attention"]},
     "gemma3_text": {
