@@ -56,6 +56,7 @@ WITH_CODE: dict[str, dict[str, Any]] = {
         "DenseMemory.gate": "tanh"},
     "Gated DeltaNet": {"GatedDeltaNet.window_layers": (1,)},
 }  # fmt: skip
+NEOX_MODULES = ["query_key_value", "dense_4h_to_h"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
 DOCUMENTS = [TEXT[:500], TEXT[100:400]]
 
@@ -189,7 +190,8 @@ def test_peft_trains_it_and_finds_its_adapter_again(
     torch, peft = imported("peft")
     done = exported(family)
     model, tokenizer = opened(done)
-    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "down_proj"])
+    modules = NEOX_MODULES if family == "gpt_neox" else ["q_proj", "down_proj"]
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=modules)
     model = peft.get_peft_model(model, settings)
     trained(model, tokenizer, tmp_path / "trainer")
     model.save_pretrained(tmp_path / "adapter")
