@@ -1,6 +1,7 @@
 #!/bin/bash
 # Trains on all GPUs of this machine with one process:
-#   bash launch/gpus/train.sh --gin_file=configs/runs/books.gin --workdir=runs/books
+#   bash launch/gpus/train.sh --gin_file=configs/runs/books.gin --workdir=runs/books \
+#     --gin_bindings="Data.train = 'books'"
 # On SIGTERM, which spot machines send before they stop, the run saves a checkpoint and ends with
 # exit code 75; the same command continues it.
 # DRY_RUN=1 prints the command instead of running it.

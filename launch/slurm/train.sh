@@ -1,7 +1,8 @@
 #!/bin/bash
 # Trains on one node. Copy this file, set the resources below, and submit it from an environment in
 # which Python finds brt:
-#   sbatch train.sh --gin_file=configs/runs/books.gin --workdir=runs/books
+#   sbatch train.sh --gin_file=configs/runs/books.gin --workdir=runs/books \
+#     --gin_bindings="Data.train = 'books'"
 
 #SBATCH --job-name=train
 #SBATCH --output=train-%j.txt

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Trains on several nodes. Copy this file, set the resources below, and submit it:
-#   sbatch train_nodes.sh --gin_file=configs/runs/books.gin --workdir=/shared/runs/a
+#   sbatch train_nodes.sh --gin_file=configs/runs/books.gin --gin.Training.batch_size=32 \
+#     --workdir=/shared/runs/a --gin_bindings="Data.train = '/shared/books'"
 # DRY_RUN=1 bash train_nodes.sh ... prints the command instead of running it.
 
 #SBATCH --job-name=train
@@ -19,6 +20,10 @@
 # SLURM's environment variables. Five minutes before the job's time limit, all of them stop at the
 # same step.
 run() { if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "$@"; echo; else "$@"; fi; }
+
+# Without this variable, JAX takes one GPU for each process.
+JAX_LOCAL_DEVICE_IDS=$(seq -s, 0 $((${SLURM_GPUS_ON_NODE:-8} - 1)))
+export JAX_LOCAL_DEVICE_IDS
 
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM # signals the job's processes, but not this script
 run srun --kill-on-bad-exit=1 "${PYTHON:-python}" -m brt.train --distributed \

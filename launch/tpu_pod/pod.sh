@@ -89,11 +89,11 @@ create() {
     case "$state" in
     ACTIVE) break ;;
     FAILED | SUSPENDED)
-      echo "pod.sh: the request for $NAME is $state"
+      echo "pod.sh: the request for $NAME is $state; run pod.sh delete first"
       return 1
       ;;
     esac
-    echo "waiting for $NAME ($state)"
+    echo "waiting for $NAME ($state); to give up: pod.sh delete"
     sleep 30
   done
 }
@@ -105,10 +105,11 @@ state_of_request() {
 preempted() { # An answer that is missing, because the network fails, is no preemption.
   local state node number
   state=$(state_of_request)
-  if [ "$state" != ACTIVE ]; then
-    [ -n "$state" ]
-    return
-  fi
+  case "$state" in
+  ACTIVE) ;;
+  FAILED | SUSPEND*) return 0 ;;
+  *) return 1 ;; # such as DELETING: somebody does not want them any more
+  esac
   for ((number = 0; number < SLICES; number++)); do
     node="$NAME"
     if [ "$SLICES" -gt 1 ]; then node="$NAME-$number"; fi
@@ -157,7 +158,8 @@ train() {
 follow --distributed$(quoted --workdir="$WORKDIR" --gin_bindings="$MESH" "$@")"
   while true; do
     code=0
-    on_all_hosts "$command" || code=$?
+    # gcloud exits with 0 if it reaches no host.
+    if [ -z "${DRY_RUN:-}" ] && preempted; then code=255; else on_all_hosts "$command" || code=$?; fi
     if [ -n "${DRY_RUN:-}" ]; then
       echo "# if the slices were preempted, and then again from the start:"
     elif [ "$code" -eq 0 ]; then
