@@ -98,12 +98,13 @@ def test_logits_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(np.load(DATA / "windows/logits.npz").files))
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"gpt2", "phi3"}))
 def test_a_window_and_sinks_are_the_definition_in_attention_of_transformers(family: str) -> None:
     described, arrays, ids, _ = case(family)
     choice = WindowChoice() if family == "mistral" else WindowChoice(8, 2)
     model = with_settings(config.read(described, choice)[0], {"dtype": "float32"})
-    expected = np.load(DATA / "windows/logits.npz")[family]
+    with np.load(DATA / "windows/logits.npz") as file:
+        expected = file[family]
     found = read(model, params_of(described, arrays, model), ids)
     assert_equal_logits(found[-len(expected) :], expected)
 
