@@ -107,7 +107,7 @@ def of_speech(place: Path) -> Example:
     return Example(speech.SpeechPreparation, section, {
         "train": split["y"], "validation": (), "test": split["y"], "unit": "words", "join": 1,
         "join_orders": 2, "sample_rate": 16_000, "mel_bands": 10, "normalization": "none",
-        "stack": 2, "buckets": (60, 100), "errors": "refuse", "time_masks": (1, 3),
+        "stack": 3, "buckets": (60, 100), "errors": "refuse", "time_masks": (1, 3),
         "feature_masks": (1, 3), "beams": 4,
     })  # fmt: skip
 

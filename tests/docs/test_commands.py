@@ -152,6 +152,14 @@ def test_the_synopsis_names_flags_that_exist() -> None:
         assert not missing, f"{name} has no {missing}"
 
 
+def test_what_a_page_imports_is_there() -> None:
+    for name, path in PAGES.items():
+        for module, names in re.findall(r"^from (brt[.\w]*) import (.+)$", path.read_text(), re.M):
+            found = importlib.import_module(module)
+            missing = [own for own in re.split(r"\W+", names) if not hasattr(found, own)]
+            assert not missing, f"{name}: {module} has no {missing}"
+
+
 def examples() -> list[tuple[str, str]]:
     """Returns the commands in docstrings of brt, comments of configs and Markdown of launch, each
     with the name of its file.
