@@ -353,6 +353,11 @@ def find_weights(config: Config, checkpoint: VerifiedCheckpoint | None = None) -
         saved = config_from_json(checkpoint.meta["config"])
         return weights_of_run(where, config, saved, checkpoint.meta["tokenizer"])
     directory = hub.directory(where)
+    if not directory.exists():
+        raise CheckpointError(
+            f"Training.init_from = {where!r}: there is no such directory; name one, or a model of "
+            "the Hugging Face Hub by OWNER/NAME"
+        )
     if not reader.present(Workdir(directory).checkpoints):
         return task.load_converted(config, directory)
     workdir, checkpoint, source_config = saved_model.load_config(directory)

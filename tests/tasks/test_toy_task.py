@@ -91,7 +91,7 @@ def test_weights_are_hashed_once_and_not_needed_again(
     train("second", steps=20, start=first)
     assert hashed.count(tmp_path / "second/checkpoints/10") == 1
     assert reader.steps(tmp_path / "second/checkpoints") == [10, 20]
-    with pytest.raises(CheckpointError, match="first is no workdir of a run with checkpoints"):
+    with pytest.raises(CheckpointError, match="first.: there is no such directory"):
         train("third", steps=10, start=first)
 
 

@@ -374,7 +374,10 @@ class LanguageModeling(Task):
     def load_converted(self, config: Config, where: Path) -> Weights:
         files.check_is_model(where)
         if not reading.is_decoder(where):
-            return super().load_converted(config, where)
+            raise CheckpointError(
+                f"{where} has neither checkpoints of a run nor a decoder in Hugging Face's format; "
+                "name one in Training.init_from"
+            )
         decoder = reading.describe(where)
         return Weights(
             str(where), decoder.model, decoder.tokenizer.fingerprint, self.name, decoder.params,

@@ -168,7 +168,7 @@ def test_what_was_learned_without_gradients_comes_bit_by_bit(tmp_path: Path) -> 
 def test_what_does_not_fit_is_refused(recurrent: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Model.heads = 4, but the weights of .* have 2; leave"):
         ready(config(recurrent, heads=4))
-    with pytest.raises(CheckpointError, match="is no workdir of a run with .*init_from"):
+    with pytest.raises(CheckpointError, match="neither checkpoints of a run nor a decoder"):
         ready(config(tmp_path))
     more = with_settings(MODEL, {"Recurrence.states": 5})
     with pytest.raises(CheckpointError, match=r"layer 1: .* is .*3.*, but this model's is .*5"):
