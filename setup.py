@@ -47,6 +47,7 @@ EXTRAS = {
     "wandb": ["wandb>=0.18,<1"],  # Logging.wandb_project
     # For Logging.mlflow_experiment: the client, and the packages for its default store, SQLite.
     "mlflow": ["mlflow-skinny>=2.14,<4", "sqlalchemy>=2,<3", "alembic>=1.10,<2"],
+    "lm_eval": ["lm_eval>=0.4.13,<0.5"],  # brt.lm_eval runs its benchmarks; needs no torch
     # For brt.plan --topology=v5e:4x4 without a TPU: the version of libtpu that fits this jax.
     "tpu-compile": ["jax[tpu]>=0.10.2,<0.13"],
     "gpu-compile": [
@@ -86,6 +87,10 @@ setup(
         "brt.configs": ["**/*.gin"],
         "brt.data": ["corpora/**/*.*"],
     },
-    entry_points={"console_scripts": ["brt = brt.__main__:main"]},
+    entry_points={
+        "console_scripts": ["brt = brt.__main__:main"],
+        # Versions of lm_eval after 0.4.13 find the model here; `brt.lm_eval` registers it itself.
+        "lm_eval.models": ["brt = brt.lm_eval_model:BrtLM"],
+    },
     zip_safe=False,
 )
