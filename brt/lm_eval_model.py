@@ -59,10 +59,11 @@ class BrtLM(TemplateLM):
         if not self.model.continues:
             raise ConfigError(f"{self.model} does not continue texts; name a language model")
         self._bos, self.batch_size = add_bos_token, int(batch_size)
+        self._tokenizer: Any = self.model.tokenizer  # of a language model
 
     @property
     def prefix_token_id(self) -> int:
-        return int(self.model.tokenizer.bos_id)
+        return int(self._tokenizer.bos_id)
 
     @property
     def eot_token_id(self) -> int:
@@ -71,16 +72,15 @@ class BrtLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        tokenizer = self.model.tokenizer
-        return f"{tokenizer.name}-{tokenizer.fingerprint[:12]}"
+        return f"{self._tokenizer.name}-{self._tokenizer.fingerprint[:12]}"
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Names of special tokens in the text are these tokens, as for the model `hf`."""
-        tokenizer = self.model.tokenizer
         text = plain_text.checked("a text of the task", string)
-        return encode_prompt(tokenizer, text, bool(tokenizer.special_ids)).tolist()
+        special = bool(self._tokenizer.special_ids)
+        return encode_prompt(self._tokenizer, text, special).tolist()
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -148,8 +148,8 @@ def _how(options: Mapping[str, Any]) -> dict[str, Any]:
     given = dict(normalize_gen_kwargs(dict(options)))
     if unknown := [name for name in given if name not in _GENERATION]:
         raise ConfigError(
-            f"brt does not know {', '.join(unknown)} of --gen_kwargs or of generation_kwargs of the "
-            f"task; it knows {', '.join(_GENERATION)}"
+            f"brt does not know {', '.join(unknown)} of --gen_kwargs or the task's "
+            f"generation_kwargs; it knows {', '.join(_GENERATION)}"
         )
     drawn = {name: given[name] for name in ("top_k", "top_p") if name in given}
     return {

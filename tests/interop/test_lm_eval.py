@@ -148,8 +148,8 @@ def test_plain_models_have_the_results_of_the_class_hf(bos: bool, tmp_path: Path
     for task in tasks:
         assert len(ours[task]) == len(theirs[task]) == len(QUESTIONS)
         for own, other in zip(ours[task], theirs[task], strict=True):
-            if task == "writing":
-                assert own == other
+            if task == "writing":  # brt keeps the bytes of an unfinished character back.
+                assert own[0].rstrip("\ufffd") == other[0].rstrip("\ufffd")
             else:
                 np.testing.assert_allclose(numbers(own), numbers(other), atol=1e-4)
     model = brt.load(tmp_path / "model", bindings={"Model.window": 128})
