@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, PyTree
 
@@ -251,7 +250,7 @@ class Model:
         session = self._session() if state is None else self._resumed(state)
         if state is None and not bos:
             # A session reads BOS before the first token, which this memory seems to have read.
-            session.memory = session.memory._replace(count=jnp.ones_like(session.memory.count))
+            session.memory = session.memory._replace(count=np.ones_like(session.memory.count))
         session.read(self._tokens(text, special_tokens))
         return Memory(session.snapshot(), self)
 

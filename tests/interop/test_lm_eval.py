@@ -48,11 +48,10 @@ def test_continuations_of_a_memory_have_the_bits_of_the_whole_text(tiny: api.Mod
     memory = tiny.read(context)
     before = memory.logits.copy()
     texts = [" of times, it was the worst of times; it was", " x", " a\n"]
-    for batch_size in (1, 4):
-        found = tiny.continuation_bits(texts, memory, batch_size=batch_size)
-        for text, (bits, _) in zip(texts, found, strict=True):
-            whole = tiny.token_bits(context + text)
-            np.testing.assert_allclose(bits, whole[-len(bits) :], atol=1e-4)
+    found = tiny.continuation_bits(texts, memory, batch_size=2)
+    for text, (bits, _) in zip(texts, found, strict=True):
+        whole = tiny.token_bits(context + text)
+        np.testing.assert_allclose(bits, whole[-len(bits) :], atol=1e-4)
     np.testing.assert_array_equal(memory.logits, before)
 
 
