@@ -27,6 +27,7 @@ INSTALL = [
     "importlib_resources>=6,<8",  # tensorflow-datasets imports it, but does not declare it
     "safetensors>=0.8,<0.9",  # checkpoints of Hugging Face, read and written without torch
     "huggingface_hub>=1,<3",  # models by their names on the hub; tokenizers needs it, too
+    "jinja2>=3.1.6,<4",  # chat templates of tokenizers; older ones have holes in their sandbox
     "gin-config>=0.5,<0.6",  # the grammar of the .gin files
     "clu>=0.0.12,<0.1",  # parameter overview, metrics, profiler hooks
     "tensorboardX>=2.6,<3",  # event files without TensorFlow

@@ -189,6 +189,7 @@ class Model:
         top_p: float | None = None,
         stop: str | Sequence[str] = (),
         special_tokens: bool = False,
+        chat: Sequence[Mapping[str, Any]] = (),
     ) -> Text:
         """Returns an iterator over the pieces of the text that `generate` returns at once.
 
@@ -209,21 +210,28 @@ class Model:
             before it.
           special_tokens: True reads the names of special tokens in the prompt, such as
             "<|im_start|>", as these tokens; False as other text.
+          chat: a conversation, [{"role": "user", "content": "Why?"}, ...], to be answered; the
+            tokenizer's chat template makes it the prompt.
 
         Raises:
           ConfigError: the model does not generate text, or not with these arguments.
-          DataError: there is neither a prompt nor a state, or the prompt is not valid text.
+          DataError: there is neither a prompt nor a state, or the prompt is not valid text; or
+            there is no chat template, or it refuses the conversation.
         """
         if not self._task.generates_text:
             raise self._task.cannot_generate()
-        if (stop or special_tokens) and not self.continues:
-            raise ConfigError("stop and special_tokens are for language models; leave them out")
+        if (stop or special_tokens or chat) and not self.continues:
+            raise ConfigError(
+                "stop, special_tokens and chat are for language models; leave them out"
+            )
+        if chat and (prompt or state is not None):
+            raise ConfigError("chat= is a whole conversation; leave the prompt and the state out")
         options = write_options(
             self.config.sampling, beams=beams, max_tokens=max_tokens, seed=seed, stop=stop,
             special_tokens=special_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        )  # fmt: skip
+        )._replace(chat=chat)  # fmt: skip
         prompt = plain_text.checked("the prompt", prompt)
-        if not prompt and state is None:
+        if not prompt and not chat and state is None:
             raise DataError("the prompt is empty; give some text, or a state to continue from")
         if state is not None:
             self._resumed(state)
