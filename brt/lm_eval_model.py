@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from brt import api
 from brt.config_io import suggestion
-from brt.data import plain_text
+from brt.data import chat, plain_text
 from brt.data.tokenizers import encode_prompt
 from brt.errors import ConfigError, DataError
 
@@ -82,13 +82,24 @@ class BrtLM(TemplateLM):
         special = bool(self._tokenizer.special_ids)
         return encode_prompt(self._tokenizer, text, special).tolist()
 
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Refuses the name of a template; brt knows the default one of the tokenizer."""
+        if isinstance(chat_template, str):
+            raise ConfigError(
+                f"--apply_chat_template={chat_template} names a template; brt uses the default one "
+                "of the tokenizer, so leave the name out"
+            )
+        return ""
+
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        raise ConfigError(
-            "--apply_chat_template: brt has no chat templates; leave the flag out, and write the "
-            "names of special tokens into the prompts of the task"
+        """Without `add_generation_prompt`, the text ends where the last message does."""
+        text = chat.render(
+            self._tokenizer, chat_history, add_generation_prompt=add_generation_prompt
         )
+        last = chat_history[-1]["content"].strip()
+        return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False

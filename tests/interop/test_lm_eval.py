@@ -26,6 +26,10 @@ TASKS = {
         "generation_kwargs: {until: [\"\\n\", \"tt\"], max_gen_toks: 12}\n"
         "metric_list: [{metric: exact_match}]\n"),
 }  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>it{% endif %}"
+)
 QUESTIONS = [
     {"question": TEXT[:150] + "It was the ", "choices": ["best", "worst of times", "age\n"],
      "answer": 1, "text": TEXT[:230], "written": ""},
@@ -134,14 +138,15 @@ def test_bad_requests_are_refused(harness: Callable[..., Any]) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bos", [False, True])
 def test_plain_models_have_the_results_of_the_class_hf(bos: bool, tmp_path: Path) -> None:
-    """With a window of the whole context, and with a tokenizer that adds BOS or does not."""
+    """With a window of the whole context: prompts without BOS, and conversations with BOS."""
     for name in ("torch", "transformers", "lm_eval", "datasets"):
         pytest.importorskip(name)
     write_llama(tmp_path / "model", bos)
     write_tasks(tmp_path)
-    theirs = results(tmp_path, "hf", f"pretrained={tmp_path}/model,dtype=float32")
+    flags = ["--batch_size", "4"] + ["--apply_chat_template"] * bos
+    theirs = results(tmp_path, "hf", f"pretrained={tmp_path}/model,dtype=float32", *flags)
     arguments = f"workdir={tmp_path}/model,window=128,add_bos_token={bos}"
-    ours = results(tmp_path, "brt", arguments, "--batch_size", "4")
+    ours = results(tmp_path, "brt", arguments, *flags)
     # The class hf reads BOS twice before a whole document whose tokenizer adds it.
     tasks = {"choice", "writing"} if bos else TASKS.keys()
     for task in tasks:
@@ -185,6 +190,7 @@ def write_llama(place: Path, bos: bool) -> None:
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
         )
+    tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(place)
 
 
