@@ -50,10 +50,9 @@ class BrtLM(TemplateLM):
             raise ConfigError(f"--batch_size={batch_size} must be a number above 0 for brt")
         bindings = {"Model.window": window, "Window.sinks": sinks, **others}
         for name in (name for name in others if "." not in name):
-            raise ConfigError(
-                f"the model brt has no argument {name}{suggestion(name, _ARGUMENTS)}; it takes "
-                f"{', '.join(_ARGUMENTS)}, and settings such as Window.block=64"
-            )
+            known = f"; it takes {', '.join(_ARGUMENTS)}, and settings such as Window.block=64"
+            guess = suggestion(name, _ARGUMENTS) or known
+            raise ConfigError(f"the model brt has no argument {name}{guess}")
         own = {name: value for name, value in bindings.items() if value is not None}
         self.model = api.load(str(workdir), step=step, bindings=own)
         if not self.model.continues:

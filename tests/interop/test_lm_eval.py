@@ -121,6 +121,16 @@ def test_bad_arguments_are_refused(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+def test_models_that_continue_no_texts_are_refused(
+    harness: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api.Model, "continues", False)
+    with pytest.raises(ConfigError, match="does not continue texts; name a language model"):
+        harness()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_bad_requests_are_refused(harness: Callable[..., Any]) -> None:
     from lm_eval.api.instance import Instance
 
