@@ -60,7 +60,7 @@ class ContinuationScorer:
         memory = self._repeat(jax.tree.map(jnp.array, memory), lanes=len(tokens))
         start, found, last = 0, [], tokens.shape[1] - 1
         while start < last:
-            position = int(memory.position)
+            position = int(np.max(memory.position))
             size = min(last - start, CHUNK, self._model.block_length - position)
             piece = np.zeros((len(tokens), CHUNK + 1), np.int32)
             piece[:, : size + 1] = tokens[:, start : start + size + 1]
@@ -73,7 +73,7 @@ class ContinuationScorer:
 
 
 def _repeated(memory: Memory, *, lanes: int) -> Memory:
-    return memories.map_lanes(memory, partial(jnp.repeat, repeats=lanes))
+    return memories.map_lanes(memory=memory, function=partial(jnp.repeat, repeats=lanes))
 
 
 def _scores(
