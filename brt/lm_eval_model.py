@@ -48,6 +48,8 @@ class BrtLM(TemplateLM):
             raise ConfigError("--model_args needs workdir=DIR, the directory of a run or a model")
         if not str(batch_size).isdigit() or not int(batch_size):
             raise ConfigError(f"--batch_size={batch_size} must be a number above 0 for brt")
+        if not isinstance(add_bos_token, bool):
+            raise ConfigError(f"add_bos_token={add_bos_token} must be True or False")
         bindings = {"Model.window": window, "Window.sinks": sinks, **others}
         for name in (name for name in others if "." not in name):
             known = f"; it takes {', '.join(_ARGUMENTS)}, and settings such as Window.block=64"
@@ -139,8 +141,9 @@ class BrtLM(TemplateLM):
         answers = []
         for seed, request in enumerate(tqdm(requests, disable=disable_tqdm)):
             context, options = request.args
+            how = _how(options)
             memory = self._read(self.tok_encode(context))
-            answers.append(self.model.generate(state=memory, seed=seed, **_how(options)))
+            answers.append(self.model.generate(state=memory, seed=seed, **how))
             self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
 

@@ -110,6 +110,7 @@ def harness(tiny: api.Model) -> Callable[..., Any]:
         ({"Window.blok": 3}, "Window.blok"),
         ({"batch_size": "auto"}, "--batch_size=auto must be a number"),
         ({"step": 3}, "has no steps"),
+        ({"add_bos_token": "maybe"}, "must be True or False"),
     ],
 )
 def test_bad_arguments_are_refused(
