@@ -40,7 +40,7 @@ class BrtLM(TemplateLM):
 
     def __init__(
         self, workdir: str = "", step: int | None = None, window: int | None = None,
-        sinks: int | None = None, add_bos_token: bool = True, batch_size: int | str = 1,
+        sinks: int | None = None, add_bos_token: bool | str = True, batch_size: int | str = 1,
         device: str | None = None, **others: Any,
     ):  # fmt: skip
         super().__init__()
