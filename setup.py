@@ -27,6 +27,7 @@ INSTALL = [
     "importlib_resources>=6,<8",  # tensorflow-datasets imports it, but does not declare it
     "safetensors>=0.8,<0.9",  # checkpoints of Hugging Face, read and written without torch
     "huggingface_hub>=1,<3",  # models by their names on the hub; tokenizers needs it, too
+    "jinja2>=3.1.6,<4",  # chat templates of tokenizers; older ones have holes in their sandbox
     "gin-config>=0.5,<0.6",  # the grammar of the .gin files
     "clu>=0.0.12,<0.1",  # parameter overview, metrics, profiler hooks
     "tensorboardX>=2.6,<3",  # event files without TensorFlow
@@ -47,6 +48,7 @@ EXTRAS = {
     "wandb": ["wandb>=0.18,<1"],  # Logging.wandb_project
     # For Logging.mlflow_experiment: the client, and the packages for its default store, SQLite.
     "mlflow": ["mlflow-skinny>=2.14,<4", "sqlalchemy>=2,<3", "alembic>=1.10,<2"],
+    "lm_eval": ["lm_eval>=0.4.13,<0.5"],  # brt.lm_eval runs its benchmarks; needs no torch
     # For brt.plan --topology=v5e:4x4 without a TPU: the version of libtpu that fits this jax.
     "tpu-compile": ["jax[tpu]>=0.10.2,<0.13"],
     "gpu-compile": [
@@ -86,6 +88,10 @@ setup(
         "brt.configs": ["**/*.gin"],
         "brt.data": ["corpora/**/*.*"],
     },
-    entry_points={"console_scripts": ["brt = brt.__main__:main"]},
+    entry_points={
+        "console_scripts": ["brt = brt.__main__:main"],
+        # Versions of lm_eval after 0.4.13 find the model here; `brt.lm_eval` registers it itself.
+        "lm_eval.models": ["brt = brt.lm_eval_model:BrtLM"],
+    },
     zip_safe=False,
 )

@@ -13,7 +13,9 @@ from brt import output
 from brt.config_io import suggestion
 from brt.errors import ConfigError
 
-COMMANDS = ("prepare", "train", "evaluate", "generate", "inspect", "sweep", "plan", "convert")
+COMMANDS = (
+    "prepare", "train", "evaluate", "generate", "inspect", "sweep", "plan", "convert", "lm_eval"
+)  # fmt: skip
 
 
 def listing() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float, Integer, PyTree
+from jaxtyping import Array, Bool, Float, Integer, PyTree
 
 from brt import command_line, storage, tasks
 from brt.config import Config
@@ -189,6 +189,7 @@ class Model:
         top_p: float | None = None,
         stop: str | Sequence[str] = (),
         special_tokens: bool = False,
+        chat: Sequence[Mapping[str, Any]] = (),
     ) -> Text:
         """Returns an iterator over the pieces of the text that `generate` returns at once.
 
@@ -209,21 +210,28 @@ class Model:
             before it.
           special_tokens: True reads the names of special tokens in the prompt, such as
             "<|im_start|>", as these tokens; False as other text.
+          chat: a conversation, [{"role": "user", "content": "Why?"}, ...], to be answered; the
+            tokenizer's chat template makes it the prompt.
 
         Raises:
           ConfigError: the model does not generate text, or not with these arguments.
-          DataError: there is neither a prompt nor a state, or the prompt is not valid text.
+          DataError: there is neither a prompt nor a state, or the prompt is not valid text; or
+            there is no chat template, or it refuses the conversation.
         """
         if not self._task.generates_text:
             raise self._task.cannot_generate()
-        if (stop or special_tokens) and not self.continues:
-            raise ConfigError("stop and special_tokens are for language models; leave them out")
+        if (stop or special_tokens or chat) and not self.continues:
+            raise ConfigError(
+                "stop, special_tokens and chat are for language models; leave them out"
+            )
+        if chat and (prompt or state is not None):
+            raise ConfigError("chat= is a whole conversation; leave the prompt and the state out")
         options = write_options(
             self.config.sampling, beams=beams, max_tokens=max_tokens, seed=seed, stop=stop,
             special_tokens=special_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        )  # fmt: skip
+        )._replace(chat=chat)  # fmt: skip
         prompt = plain_text.checked("the prompt", prompt)
-        if not prompt and state is None:
+        if not prompt and not chat and state is None:
             raise DataError("the prompt is empty; give some text, or a state to continue from")
         if state is not None:
             self._resumed(state)
@@ -237,14 +245,20 @@ class Model:
         state: Memory | None = None,
         *,
         special_tokens: bool = False,
+        bos: bool = True,
     ) -> Memory:
         """Returns the state after reading a text, or token ids, of any length; see `stream`.
+
+        `bos` False reads a text without BOS, as some models of other libraries are used.
 
         Raises:
           ConfigError: the model has no memory.
           DataError: an id is not in the vocabulary.
         """
         session = self._session() if state is None else self._resumed(state)
+        if state is None and not bos:
+            # A session reads BOS before the first token, which this memory seems to have read.
+            session.memory = session.memory._replace(count=np.ones_like(session.memory.count))
         session.read(self._tokens(text, special_tokens))
         return Memory(session.snapshot(), self)
 
@@ -267,6 +281,30 @@ class Model:
         if not len(tokens):
             raise DataError("the text is empty, so it has no bits; give some text")
         return scorer(self._saved.variables, tokens) / math.log(2)
+
+    def continuation_bits(
+        self,
+        texts: Sequence[str | Integer[np.ndarray, " T"]],
+        state: Memory,
+        *,
+        batch_size: int = 8,
+    ) -> list[tuple[Float[np.ndarray, " T"], Bool[np.ndarray, " T"]]]:
+        """Returns, for each text, -log2 of the probability of each token after the state, and
+        whether it is the most probable token.
+
+        Each text is scored as if it were the only one; `batch_size` texts are read side by side.
+        DataError is raised if a text is empty, an id is not in the vocabulary, or the state belongs
+        to another model.
+        """
+        scorer, memory = self._scorer, self._own(state).state
+        rows = [self._tokens(text) for text in texts]
+        if not all(map(len, rows)):
+            raise DataError("a continuation has no tokens, so it has no bits; leave it out")
+        found = []
+        for start in range(0, len(rows), batch_size):
+            part = rows[start : start + batch_size]
+            found += scorer.continuations(self._saved.variables, memory, part)
+        return [(nats / math.log(2), right) for nats, right in found]
 
     def bits_per_byte(self, text: str) -> float:
         """Returns the sum of `token_bits` divided by the number of UTF-8 bytes of the text.
@@ -326,11 +364,15 @@ class Model:
         return session
 
     def _resumed(self, memory: Memory) -> Session:
+        state = self._own(memory).state
+        session = self._session()
+        session.resume(state)
+        return session
+
+    def _own(self, memory: Memory) -> Memory:
         if memory._model._identity != self._identity:
             raise DataError("the state belongs to another model; read the text with this one")
-        session = self._session()
-        session.resume(memory.state)
-        return session
+        return memory
 
     def _tokens(
         self, text: str | Integer[np.ndarray, " T"], special_tokens: bool = False

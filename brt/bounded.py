@@ -1,18 +1,22 @@
-"""Tries files of strangers in a child process, which may take only so much memory and time.
+"""Reads files of strangers in child processes, which may take only so much memory and time.
 
 Libraries in other languages read some kinds of files, and a crafted file can make them take any
 memory, run for ever, or end the process. Therefore a child process first does with a file what brt
 will do with it. A seal in the user's cache says that a trial went well, so that a file is tried
-once. Files that brt has written itself get a seal at once.
+once. Files that brt has written itself get a seal at once. Programs in files of strangers, such as
+chat templates, always run in a child process, a `Worker`.
 """
 
+import atexit
 import hashlib
 import os
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from brt import user_cache
@@ -57,16 +61,14 @@ def check(
     """
     if trusted(key):
         return
-    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]
     try:
-        # With -P, no module of the current directory is imported.
         done = subprocess.run(
-            [sys.executable, "-P", "-m", module, str(memory), str(seconds)],
+            _command(module, memory, seconds),
             input=content,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=2 * seconds,
-            env={**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=_environment(),
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -75,8 +77,94 @@ def check(
         raise Refused(f"it takes more than {seconds} seconds")
     said = done.stdout.decode("utf-8", "replace")
     if done.returncode:
-        raise Refused(said or f"it takes more than {memory:,} bytes of memory, or ends its reader")
+        raise Refused(said or _too_much(memory))
     trust(key)
+
+
+def _command(module: str, memory: int, seconds: int) -> list[str]:
+    # With -P, no module of the current directory is imported.
+    return [sys.executable, "-P", "-m", module, str(memory), str(seconds)]
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]
+    return {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _too_much(memory: int) -> str:
+    return f"it takes more than {memory:,} bytes of memory, or ends its reader"
+
+
+class Worker:
+    """A child process that answers requests, and may take only so much memory and time for each.
+
+    The child runs a module, which calls `answer`. It is started for the first request, and ends
+    with this process.
+    """
+
+    def __init__(self, module: str, *, memory: int = MEMORY, seconds: int = SECONDS):
+        self._module, self._memory, self._seconds = module, memory, seconds
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen | None = None
+        atexit.register(self._end)
+
+    def ask(self, request: bytes) -> bytes:
+        """Returns the answer, one line, to a request, one line; raises Refused if none comes."""
+        with self._lock:
+            if self._child is None or self._child.poll() is not None:
+                self._end()
+                self._child = subprocess.Popen(
+                    _command(self._module, self._memory, self._seconds),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env=_environment(),
+                )
+            child, answer = self._child, b""
+            try:
+                assert child.stdin and child.stdout
+                child.stdin.write(request + b"\n")
+                child.stdin.flush()
+                answer = child.stdout.readline()
+            except BrokenPipeError:
+                pass
+            finally:  # Also after Ctrl-C, because the answer would come to the next request.
+                if not answer:
+                    self._end()
+            if not answer:
+                late = child.returncode == -signal.SIGXCPU
+                why = f"it takes more than {self._seconds} seconds"
+                raise Refused(why if late else _too_much(self._memory))
+            return answer
+
+    def _end(self) -> None:
+        if self._child:
+            self._child.kill()
+            self._child.communicate()
+            self._child = None
+
+
+def answer(function: Callable[[bytes], bytes]) -> None:
+    """Answers the requests of a `Worker` in the child process, until the parent ends."""
+    memory, seconds = map(int, sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the parent.
+    _limit({resource.RLIMIT_CORE: 0, resource.RLIMIT_DATA: memory})
+    for request in sys.stdin.buffer:
+        _limit({resource.RLIMIT_CPU: int(time.process_time()) + seconds + 1})
+        try:
+            found = function(request)
+        except MemoryError:
+            sys.exit(1)
+        sys.stdout.buffer.write(found + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _limit(limits: Mapping[int, int]) -> None:
+    """Lowers limits of this process; see `resource`."""
+    for kind, limit in limits.items():
+        _, hard = resource.getrlimit(kind)
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, hard))
 
 
 def serve(function: Callable[[bytes], None]) -> None:
@@ -87,11 +175,7 @@ def serve(function: Callable[[bytes], None]) -> None:
     """
     memory, seconds = map(int, sys.argv[1:])
     # RLIMIT_DATA counts no addresses that are only reserved, unlike RLIMIT_AS.
-    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: seconds, resource.RLIMIT_DATA: memory}
-    for kind, limit in limits.items():
-        _, hard = resource.getrlimit(kind)
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, hard))
+    _limit({resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: seconds, resource.RLIMIT_DATA: memory})
     try:
         function(sys.stdin.buffer.read())
     except MemoryError:

@@ -6,6 +6,7 @@ python -m brt.generate --workdir=runs/a --load_state=s.npz --max_tokens=2000
 python -m brt.generate --workdir=runs/summaries --prompt_file=report.txt   # settings: Decoding.*
 python -m brt.generate --workdir=runs/a --prompt='It was' --beams=4
 python -m brt.generate --workdir=runs/a --prompt='Q: Why?' --stop='Q:'
+python -m brt.generate --workdir=runs/a --prompt='Why?' --chat --system='Answer in one sentence.'
 """
 
 import argparse
@@ -29,7 +30,9 @@ def main(args: argparse.Namespace) -> None:
     """Prints the prompt and the generated text, piece by piece."""
     if not args.workdir:
         raise ConfigError("--workdir names the model to use; give the directory of a run")
-    prompt = _prompt(args.prompt, args.prompt_file, bool(args.load_state))
+    if args.system and not args.chat:
+        raise ConfigError("--system is the system message of a chat; give --chat, too")
+    prompt = _prompt(args.prompt, args.prompt_file, bool(args.load_state) and not args.chat)
     from brt import api
     from brt.training import saved_model
 
@@ -42,8 +45,12 @@ def main(args: argparse.Namespace) -> None:
                 "whole document for every summary"
             )
         memory = model.load_memory(args.load_state) if args.load_state else None
-        text = model.stream(prompt, state=memory, **{name: getattr(args, name) for name in HOW})
-        if model.continues:
+        how = {name: getattr(args, name) for name in HOW}
+        if args.chat:
+            text = model.stream(state=memory, chat=_chat(args.system, prompt), **how)
+        else:
+            text = model.stream(prompt, state=memory, **how)
+        if model.continues and not args.chat:
             output.pass_on(prompt)
         for piece in text:
             output.pass_on(piece)
@@ -75,6 +82,11 @@ def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
             "--load_state"
         )
     return prompt
+
+
+def _chat(system: str | None, prompt: str) -> list[dict[str, str]]:
+    roles = {"system": plain_text.checked("--system", system or ""), "user": prompt}
+    return [{"role": role, "content": text} for role, text in roles.items() if text]
 
 
 def _stdin() -> Iterator[bytes]:
@@ -112,6 +124,11 @@ def parser() -> argparse.ArgumentParser:
         "--special_tokens", action="store_true",
         help="read names of special tokens in the prompt, such as <|im_start|>, as these tokens",
     )  # fmt: skip
+    flags.add_argument(
+        "--chat", action="store_true",
+        help="answer the prompt as the message of a user, with the tokenizer's chat template",
+    )  # fmt: skip
+    flags.add_argument("--system", metavar="TEXT", help="a system message before it, with --chat")
     flags.add_argument("--seed", type=int, default=0, help="seed of random sampling; default 0")
     flags.add_argument(
         "--save_state",

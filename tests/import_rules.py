@@ -23,7 +23,9 @@ def module_of(file: Path) -> str:
 
 
 MODULES = {module_of(file) for file in FILES}
-COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
+COMMANDS = {
+    "convert", "train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan", "lm_eval"
+}  # fmt: skip
 # Modules about files, processes and errors. Every module may import them, and they import nothing
 # else of brt.
 FOUNDATION = {
@@ -56,6 +58,8 @@ ALLOWED: dict[str, set[str]] = {
     "command_line": {"config", "config_io", "bindings", "gin_files", "tasks"},
     "api": _RUNS | {"command_line"},
     **{name: _EVERYTHING for name in COMMANDS},
+    "lm_eval": {"command_line", "lm_eval_model"},
+    "lm_eval_model": {"api", "config_io", "data"},
     "__main__": {"config_io"},
 }
 # Modules of single tasks that packages above the tasks may import, with the reason.

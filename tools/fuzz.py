@@ -41,7 +41,7 @@ from fuzzing.runs import Target
 
 from brt import command_line, config
 from brt.checkpointing import reader as checkpoints
-from brt.data import documents, originals, preparation, tokenizers
+from brt.data import chat, documents, originals, preparation, tokenizers
 from brt.data.tokenizer_training import train_sentencepiece
 from brt.errors import BrtError
 from brt.generation.memory import Memory, save
@@ -101,6 +101,9 @@ def targets(place: Path) -> dict[str, Target]:
     level["added_tokens"][0]["content"] = "<s>"
     level["model"]["vocab"] |= {"<s>": level["model"]["vocab"].pop("<|bos|>")}
     add("tokenizer.json", json.dumps(level), lambda path: tokenizers.load(str(path)).encode(text))
+    add("chat/tokenizer.json", json.dumps(level), found["tokenizer.json"].read)
+    add("chat/chat_template.jinja", "{% for m in messages %}{{ m.role + m['content'] | trim }}"
+        "{% endfor %}{{ bos_token }}", _chat)  # fmt: skip
     train_sentencepiece([[text]], 300, place / "a.model")
     found["a.model"] = Target(place / "a.model", found["tokenizer.json"].read)
     with wave.open(str(place / "a.wav"), "wb") as file:
@@ -129,6 +132,11 @@ def targets(place: Path) -> dict[str, Target]:
     save_file({"a": np.ones((2, 3), np.float32)}, place / "m.safetensors")
     found["m.safetensors"] = Target(place / "m.safetensors", files.read_file)
     return found
+
+
+def _chat(path: Path) -> object:
+    tokenizer = tokenizers.load(str(path.with_name("tokenizer.json")))
+    return chat.encode(tokenizer, [{"role": "user", "content": "a <s> b"}])
 
 
 def _sweep(path: Path) -> object:

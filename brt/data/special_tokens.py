@@ -5,7 +5,7 @@ the file of the tokenizer.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +74,13 @@ def read(
         raise DataError(
             f"the files beside the tokenizer {place} cannot be used: {error}"
         ) from error
+
+
+def named(files: Mapping[str, bytes], keys: Iterable[str]) -> dict[str, str]:
+    """Returns the special tokens that files name under some `keys`, such as "eos_token"."""
+    contents = {name: _json(name, files[name]) for name in _NAMING if name in files}
+    found = {key: _pieces(contents, key) for key in keys}
+    return {key: f"{claims[0].token}" for key, claims in found.items() if claims}
 
 
 def beginning(

@@ -251,7 +251,10 @@ class SentencePieceTokenizer(Tokenizer):
             raise DataError(f"the tokenizer {path} has no BOS piece; train it with bos_id=1")
         self._bytes = [_piece_bytes(self._processor, i) for i in range(self.vocab_size)]
         controls = filter(self._processor.is_control, range(self.vocab_size))
-        self.special_ids: Mapping[str, int] = {self._processor.id_to_piece(i): i for i in controls}
+        named = {token.piece: token.token for token in said.added if token.special}
+        self.special_ids: Mapping[str, int] = {
+            **{self._processor.id_to_piece(i): i for i in controls}, **named
+        }  # fmt: skip
         spelt = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         has_bytes = all(map(self._processor.is_byte, spelt))
         self._space = np.array(spelt if has_bytes else [self._processor.unk_id()], np.int32)

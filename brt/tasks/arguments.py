@@ -5,14 +5,15 @@ repeat long signatures, and a new value changes only the methods that use it. Ev
 are the objects by which a task measures a trained model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.config import Config
+from brt.generation.memory import Memory
 from brt.tasks.report import EvaluationResult
 from brt.types import Variables
 
@@ -154,3 +155,10 @@ class Scorer(Protocol):
 
     def __call__(self, variables: Variables, tokens: np.ndarray) -> Float[np.ndarray, " T"]:
         """Returns the loss in nats of each token of a document, whose `tokens` lack BOS."""
+
+    def continuations(
+        self, variables: Variables, memory: Memory, rows: Sequence[np.ndarray]
+    ) -> list[tuple[Float[np.ndarray, " T"], Bool[np.ndarray, " T"]]]:
+        """Returns the loss in nats of each token of texts that follow the memory, and whether it is
+        the most probable token.
+        """

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from brt.config import Sampling
 from brt.data import plain_text
@@ -21,6 +21,7 @@ class WriteOptions(NamedTuple):
     stop: tuple[str, ...] = ()  # texts before the first of which the text ends
     # True reads the names of special tokens in the prompt as these tokens.
     special_tokens: bool = False
+    chat: Any = ()  # a conversation, which the tokenizer's chat template makes the prompt
 
 
 def write_options(

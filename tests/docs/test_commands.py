@@ -48,6 +48,7 @@ ONLY_RESOLVED = {
     "configs/sweeps/recurrence.gin": "--list",  # training of 42 models
     "configs/sweeps/retrofit.gin": "--list",  # the weights of SmolLM2-135M, and a GPU
     "runs/retrofit/Dense-memory,-4-layers": None,  # two runs of the sweep above
+    "brt.lm_eval": None,  # lm_eval, an optional package; tests/interop/test_lm_eval.py
     "gs://my-bucket/runs/books": None,  # a bucket
     "--topology=h100x1": "--print_config",  # packages with a GPU compiler
     "--topology=v4:2x4x4": "--print_config",  # libtpu, an optional package with a TPU compiler

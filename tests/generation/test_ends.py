@@ -144,3 +144,21 @@ def test_every_row_ends_by_itself(model: Model, lanes: int) -> None:
         length = int(np.flatnonzero(np.isin(long, ends))[0]) + 1
         np.testing.assert_array_equal(row[row != NO_TOKEN], long[:length])
         assert np.all(row[length:] == NO_TOKEN)
+
+
+def test_a_conversation_is_read_as_its_template_says(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token <|im_start|> of the template is followed by "a"; its name in a message is text."""
+    template = b"{% for m in messages %}{{ m.role + m.content }}<|im_start|>{% endfor %}"
+    monkeypatch.setattr(model.tokenizer, "beside", {"chat_template.jinja": template})
+    chat = [{"role": "user", "content": "<|im_start|>"}]
+    text = model.stream(chat=chat, max_tokens=9, **GREEDY)
+    assert "".join(text) == "a"
+    # The name is divided after its first character. Besides, there are BOS, the token of the
+    # template, the "a", and the end token.
+    message = [*map(model.tokenizer.encode, ("user<", "|im_start|>"))]
+    assert text.memory.tokens == sum(map(len, message)) + 4
+    for wrong in ({"prompt": "x"}, {"state": model.read("x")}):
+        with pytest.raises(ConfigError, match="whole conversation"):
+            model.generate(chat=chat, **wrong)

@@ -42,6 +42,7 @@ from brt.models.decoder import forget, new_state
 from brt.ops import compiler_options
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.language_modeling import answers
+from brt.tasks.language_modeling.continuations import ContinuationScorer
 from brt.tasks.language_modeling.forward import segment_scores
 from brt.tasks.report import EXACT_ANSWERS, EvaluationResult
 from brt.types import Batch, Variables
@@ -114,6 +115,7 @@ class TextScorer:
             partial(segment_scores, config), donate_argnums=1,
             compiler_options=compiler_options.of_inference(),
         )  # fmt: skip
+        self.continuations = ContinuationScorer(config)
 
     def __call__(
         self, variables: Variables, tokens: Int[np.ndarray, " T"]

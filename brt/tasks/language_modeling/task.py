@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
 from brt.config.shared import TASK_SECTIONS
-from brt.data import lanes
+from brt.data import chat, lanes
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Dataset, DocumentPreparation
 from brt.data.tokenizers import StreamDecoder, Tokenizer, encode_prompt
@@ -149,7 +149,9 @@ class TextWriter(Writer):
         character at the end are not yielded, but kept in the memory of the session.
         """
         session = self.session
-        if prompt:
+        if options.chat:
+            session.read(chat.encode(self._tokenizer, options.chat))
+        elif prompt:
             session.read(encode_prompt(self._tokenizer, prompt, options.special_tokens))
         decoder = self._decoder(session.memory)
         before = session.snapshot() if options.stop else None

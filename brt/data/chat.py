@@ -1,0 +1,215 @@
+"""Renders conversations with the chat template of a tokenizer, and encodes them.
+
+A template is a program in the language Jinja, which anybody may have written. It runs in Jinja's
+sandbox and in a child process, and may take only so much memory and time. The texts and ids are
+those of `apply_chat_template` of transformers 5, which has the same variables and filters, with
+`sanitize_control_tokens`: names of special tokens inside of messages are text.
+"""
+
+import datetime
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from brt import bounded, untrusted
+from brt.data import plain_text, special_tokens
+from brt.errors import DataError
+
+if TYPE_CHECKING:
+    import jinja2
+
+    from brt.data.tokenizers import Tokenizer
+
+_SECONDS = 10
+# A rendered conversation has at most this many times the characters of its messages and template.
+_GROWTH = 64
+# Two characters of this range, which Unicode assigns to no text, mark names of special tokens.
+_MARKS = range(0xFDD0, 0xFDF0)
+_FILE, _CONFIG, _OLD_FILE = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
+_VARIABLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_REMEDY = "use a model for chats, or give the whole text as a prompt"
+
+
+def render(tokenizer: "Tokenizer", messages: Any, *, add_generation_prompt: bool = True) -> str:
+    """Returns the text of a conversation, a list of {"role": ..., "content": ...}.
+
+    `add_generation_prompt` also writes the beginning of the next turn of the assistant. Raises
+    DataError if there is no template, if the messages are not valid, or if the template refuses
+    them or takes too much time or memory.
+    """
+    return _render(tokenizer, _checked(messages), add_generation_prompt)
+
+
+def encode(
+    tokenizer: "Tokenizer", messages: Any, *, add_generation_prompt: bool = True
+) -> np.ndarray:
+    """Returns the ids, int32 [T], of the text that `render` returns.
+
+    A BOS at its start is left out, because every document of brt begins with one.
+    """
+    messages, names = _checked(messages), _names(tokenizer)
+    begin, end = _marks(messages)
+    marked = [
+        {key: names.sub(f"{begin}\\g<0>{end}", text) for key, text in message.items()}
+        for message in messages
+    ]
+    text = _render(tokenizer, marked, add_generation_prompt)
+    # A name inside of a message is divided after its first character, so that no piece is found.
+    text = re.sub(
+        f"{begin}({names.pattern}){end}", lambda name: name[1][0] + begin + name[1][1:], text
+    )
+    ids: list[np.ndarray] = [np.zeros(0, np.int32)]
+    for i, part in enumerate(re.split(f"({names.pattern})", text)):
+        if i % 2:
+            ids.append(np.array([tokenizer.special_ids[part]], np.int32))
+        else:
+            ids += [tokenizer.encode(piece) for piece in re.split(f"[{begin}{end}]", part) if piece]
+    found = np.concatenate(ids).astype(np.int32)
+    return found[1:] if len(found) and found[0] == tokenizer.bos_id else found
+
+
+def _checked(messages: Any) -> list[dict[str, str]]:
+    """Returns messages with the keys "role" and "content" alone; raises DataError for others."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise DataError(
+            "a conversation must be a list of {'role': 'user', 'content': 'TEXT'}, and not "
+            f"{messages!r:.40}"
+        )
+    found = []
+    for number, message in enumerate(messages):
+        name = f"message {number} of the conversation"
+        if not isinstance(message, Mapping):
+            raise DataError(f"{name} is {message!r:.40}, and not an object with role and content")
+        given = {key: value for key, value in message.items() if value is not None}
+        if unread := sorted(given.keys() - {"role", "content"}):
+            raise DataError(f"{name} has {unread[0]!r}, which brt does not read; leave it out")
+        for key in ("role", "content"):
+            if not isinstance(given.get(key), str):
+                raise DataError(f"{name} has no text as its {key}; give one")
+        found.append({key: plain_text.checked(name, text) for key, text in given.items()})
+    return found
+
+
+def _names(tokenizer: "Tokenizer") -> re.Pattern[str]:
+    """Returns a pattern of the names of all special tokens."""
+    names = sorted(tokenizer.special_ids, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or "(?!)")
+
+
+def _marks(messages: list[dict[str, str]]) -> tuple[str, str]:
+    """Returns two characters that no message has."""
+    text = json.dumps(messages, ensure_ascii=False)
+    free = [chr(code) for code in _MARKS if chr(code) not in text]
+    if len(free) < 2:
+        raise DataError(
+            f"the conversation has all characters from U+{_MARKS[0]:X} to U+{_MARKS[-1]:X}, which "
+            "stand for no text; remove them"
+        )
+    return free[0], free[1]
+
+
+def _render(tokenizer: "Tokenizer", messages: list[dict[str, str]], more: bool) -> str:
+    template, variables = _template(tokenizer)
+    request = json.dumps(
+        [template, {"messages": messages, "add_generation_prompt": more, **variables}]
+    )
+    try:
+        answer = json.loads(_worker().ask(request.encode()))
+    except bounded.Refused as problem:
+        answer = {"problem": str(problem)}
+    if "problem" in answer:
+        raise DataError(
+            f"the chat template of {tokenizer.name} cannot write the conversation: "
+            f"{answer['problem']}; change the conversation, or {_REMEDY}"
+        )
+    return answer["text"]
+
+
+@functools.cache
+def _worker() -> bounded.Worker:
+    return bounded.Worker(__name__, seconds=_SECONDS)
+
+
+def _template(tokenizer: "Tokenizer") -> tuple[str, dict[str, Any]]:
+    """Returns the chat template of a tokenizer, and the variables that do not change."""
+    files = tokenizer.beside
+    try:
+        config = untrusted.checked_json(files.get(_CONFIG, b"{}"), {})
+        old = untrusted.checked_json(files.get(_OLD_FILE, b"{}"), {})
+        if _FILE in files:
+            found = files[_FILE].decode("utf-8")
+        else:
+            found = config.get("chat_template") or old.get("chat_template")
+        if isinstance(found, list):  # Several templates have names.
+            untrusted.check(found, [{"name": str, "template": str}], "chat_template")
+            found = {each["name"]: each["template"] for each in found}.get("default")
+        untrusted.check(found, str | None, "chat_template")
+    except ValueError as error:
+        raise DataError(f"the chat template of {tokenizer.name} is damaged: {error}") from error
+    if not found:
+        raise DataError(f"the tokenizer {tokenizer.name} has no chat template; {_REMEDY}")
+    return found, {"tools": None, "documents": None, **special_tokens.named(files, _VARIABLES)}
+
+
+def _answer(request: bytes) -> bytes:
+    """Renders a conversation in the child process."""
+    template, variables = json.loads(request)
+    parts, free = list[str](), _GROWTH * (len(request) + (1 << 10))
+    try:
+        for part in _compiled(template).generate(**variables):
+            parts.append(part)
+            if (free := free - len(part)) < 0:
+                raise ValueError("it makes the text too long")
+        answer = {"text": "".join(parts)}
+    except MemoryError:
+        raise
+    except Exception as error:  # A template can raise every error of an expression.
+        answer = {"problem": f"{error}"[:300] or type(error).__name__}
+    return json.dumps(answer).encode()
+
+
+@functools.lru_cache(4)
+def _compiled(template: str) -> "jinja2.Template":
+    """Compiles a template in the environment of transformers."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """Reads {% generation %}, which marks what the assistant says, and changes nothing."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json  # Jinja's own filter escapes the characters of HTML.
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(template)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+    sort_keys: bool = False,
+) -> str:  # fmt: skip
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                      sort_keys=sort_keys)  # fmt: skip
+
+
+def _raise(message: str) -> None:
+    raise ValueError(message)
+
+
+if __name__ == "__main__":
+    bounded.answer(_answer)

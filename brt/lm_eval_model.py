@@ -1,0 +1,179 @@
+"""The model class `brt` of lm-evaluation-harness, which the command brt.lm_eval registers.
+
+Contexts are read from their first to their last token, with the memory of the model, and are never
+cut. The base class splits contexts and continuations into tokens by the rules of lm_eval.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import model_registry, register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from tqdm import tqdm
+
+from brt import api
+from brt.config_io import suggestion
+from brt.data import chat, plain_text
+from brt.data.tokenizers import encode_prompt
+from brt.errors import ConfigError, DataError
+
+_ARGUMENTS = ("workdir", "step", "window", "sinks", "add_bos_token")
+_GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
+
+
+class BrtLM(TemplateLM):
+    """A language model of brt.
+
+    Args:
+      workdir: what `brt.load` takes: a run, a directory in Hugging Face's format, or a name.
+      window: Model.window, and `sinks` Window.sinks.
+      add_bos_token: whether BOS is read before contexts, as in brt's other commands. False leaves
+        it out, as the model `hf` of lm_eval does if the tokenizer of the model adds none.
+      batch_size: the number of continuations of a context that are read side by side.
+      device: not used, because JAX chooses the devices; lm_eval has a default for it.
+      others: settings with their values, such as {"Window.block": 64}.
+    """
+
+    def __init__(
+        self, workdir: str = "", step: int | None = None, window: int | None = None,
+        sinks: int | None = None, add_bos_token: bool | str = True, batch_size: int | str = 1,
+        device: str | None = None, **others: Any,
+    ):  # fmt: skip
+        super().__init__()
+        if not workdir:
+            raise ConfigError("--model_args needs workdir=DIR, the directory of a run or a model")
+        if not str(batch_size).isdigit() or not int(batch_size):
+            raise ConfigError(f"--batch_size={batch_size} must be a number above 0 for brt")
+        if not isinstance(add_bos_token, bool):
+            raise ConfigError(f"add_bos_token={add_bos_token} must be True or False")
+        bindings = {"Model.window": window, "Window.sinks": sinks, **others}
+        for name in (name for name in others if "." not in name):
+            known = f"; it takes {', '.join(_ARGUMENTS)}, and settings such as Window.block=64"
+            guess = suggestion(name, _ARGUMENTS) or known
+            raise ConfigError(f"the model brt has no argument {name}{guess}")
+        own = {name: value for name, value in bindings.items() if value is not None}
+        self.model = api.load(str(workdir), step=step, bindings=own)
+        if not self.model.continues:
+            raise ConfigError(f"{self.model} does not continue texts; name a language model")
+        self._bos, self.batch_size = add_bos_token, int(batch_size)
+        self._tokenizer: Any = self.model.tokenizer  # of a language model
+
+    @property
+    def prefix_token_id(self) -> int:
+        return int(self._tokenizer.bos_id)
+
+    @property
+    def eot_token_id(self) -> int:
+        ends = self.model.config.model.end_ids
+        return ends[0] if ends else self.prefix_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return f"{self._tokenizer.name}-{self._tokenizer.fingerprint[:12]}"
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Names of special tokens in the text are these tokens, as for the model `hf`."""
+        text = plain_text.checked("a text of the task", string)
+        special = bool(self._tokenizer.special_ids)
+        return encode_prompt(self._tokenizer, text, special).tolist()
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Refuses the name of a template; brt knows the default one of the tokenizer."""
+        if isinstance(chat_template, str):
+            raise ConfigError(
+                f"--apply_chat_template={chat_template} names a template; brt uses the default one "
+                "of the tokenizer, so leave the name out"
+            )
+        return ""
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Without `add_generation_prompt`, the text ends where the last message does."""
+        text = chat.render(
+            self._tokenizer, chat_history, add_generation_prompt=add_generation_prompt
+        )
+        last = chat_history[-1]["content"].strip()
+        return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        if any(continuation == "" for _, continuation in (request.args for request in requests)):
+            raise DataError("a task has an empty continuation, which has no probability")
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Each context is read once for all of its continuations."""
+        places: dict[tuple[int, ...], list[int]] = {}
+        for place, (_, context, _) in enumerate(requests):
+            places.setdefault(tuple(context), []).append(place)
+        answers: dict[int, tuple[float, bool]] = {}
+        for context, own in tqdm(places.items(), disable=kwargs.get("disable_tqdm", False)):
+            rows = [np.asarray(requests[place][2], np.int32) for place in own]
+            memory = self._read(context)
+            scores = self.model.continuation_bits(rows, memory, batch_size=self.batch_size)
+            for place, (bits, right) in zip(own, scores, strict=True):
+                answers[place] = _log_likelihood(bits), bool(right.all())
+                self.cache_hook.add_partial("loglikelihood", requests[place][0], answers[place])
+        return [answers[place] for place in range(len(requests))]
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """A text is read like a document of brt.evaluate, from BOS and as a whole."""
+        answers = []
+        for request in tqdm(requests, disable=disable_tqdm):
+            (text,) = request.args
+            answers.append(_log_likelihood(self.model.token_bits(text)) if text else 0.0)
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), answers[-1])
+        return answers
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        answers = []
+        for seed, request in enumerate(tqdm(requests, disable=disable_tqdm)):
+            context, options = request.args
+            how = _how(options)
+            memory = self._read(self.tok_encode(context))
+            answers.append(self.model.generate(state=memory, seed=seed, **how))
+            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
+        return answers
+
+    def _read(self, tokens: Sequence[int]) -> api.Memory:
+        """Returns the memory of a context; an empty one is BOS."""
+        return self.model.read(np.asarray(tokens, np.int32), bos=self._bos or not len(tokens))
+
+
+def _log_likelihood(bits: np.ndarray) -> float:
+    return -float(np.sum(bits, dtype=np.float64)) * math.log(2)
+
+
+def _how(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `Model.generate` for what lm_eval calls gen_kwargs."""
+    given = dict(normalize_gen_kwargs(dict(options)))
+    if unknown := [name for name in given if name not in _GENERATION]:
+        raise ConfigError(
+            f"brt does not know {', '.join(unknown)} of --gen_kwargs or the task's "
+            f"generation_kwargs; it knows {', '.join(_GENERATION)}"
+        )
+    drawn = {name: given[name] for name in ("top_k", "top_p") if name in given}
+    return {
+        "max_tokens": given["max_gen_toks"],
+        "stop": [text for text in given["until"] if text],
+        "temperature": given.get("temperature", 1.0) if given["do_sample"] else 0.0,
+        **drawn,
+    }
+
+
+def register() -> None:
+    """Makes the class known as `brt`, unless lm_eval has found it by its entry point."""
+    if "brt" not in model_registry:
+        register_model("brt")(BrtLM)
