@@ -36,7 +36,7 @@ IN_BUCKET = "gs://bucket/a/run"
 TEXTS = {
     "--gin_bindings", "--prompt", "--stop", "--windows", "--topology", "--allow_config_change",
     "--coordinator_address", "--slurm", "--name", "--text_field", "--source_field",
-    "--target_field", "--id_field",
+    "--target_field", "--id_field", "--system",
 }  # fmt: skip
 # These settings have texts that are no files.
 TEXT_SETTINGS = {

@@ -60,6 +60,7 @@ def test_every_setting_of_a_path_is_in_the_table() -> None:
 MAY_PARSE = {  # Files that may parse JSON by themselves, and the reason.
     "brt/untrusted.py": "all others use it",
     "brt/formatting.py": "what it has just written",
+    "brt/data/chat.py": "messages between it and its child process",
     "brt/distributed/processes.py": "messages between processes of one run, which trust each other",
     "brt/interop/huggingface/decoder/modeling_brt.py": "lies beside an exported model, without brt",
     "brt/training/metrics.py": "told to untrusted.checked_json, with null for NaN",
