@@ -173,7 +173,9 @@ def model_of(arrays: Arrays, *, window: int, rotary: bool = False) -> Model:
     }
     gates = _gates_of(parts[recurrent[0]]) if recurrent else {}
     kinds = (Recurrence(layers=tuple(recurrent), **gates),) if recurrent else ()
-    return with_settings(Model(**sizes, kinds=kinds), PARITY)
+    # The original code multiplies the angles of rotary positions by pi.
+    angles = {"Rotary.divisors": (1 / np.pi,)} if rotary else {}
+    return with_settings(Model(**sizes, kinds=kinds), PARITY | angles)
 
 
 def _any_of(arrays: Arrays, *names: str) -> np.ndarray:
