@@ -583,7 +583,8 @@ class DocumentPreparation(TokenizedPreparation):
             if not sys.stderr.isatty():  # A terminal shows a progress bar.
                 self.say(
                     f"prepared {split}{origin}: {counted(counts['documents'], 'document')}, "
-                    f"{counts['bytes']:,} bytes, {counts['tokens']:,} tokens"
+                    f"{counts['bytes']:,} bytes{' of completions' * (store.spans is not None)}, "
+                    f"{counts['tokens']:,} tokens"
                     + "".join(f"; {clause}" for clause in [_lost(store)] if clause)
                 )
         plan.bad.write(directory)

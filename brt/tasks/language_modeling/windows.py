@@ -75,7 +75,7 @@ class WindowEvaluator:
         largest = scores[-1]
         sizes = np.asarray([score.bytes for score in largest.documents])
         nats = np.asarray([[score.nats for score in reading.documents] for reading in scores])
-        counts = sums_by_position(map(np.ones, self._store.lengths), self._edges)
+        counts = sums_by_position(map(self._store.mask, range(len(self._store))), self._edges)
         tokens = counts.astype(int)
         rows = []
         for window, reading, own, by_position in zip(

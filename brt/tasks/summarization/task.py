@@ -30,12 +30,12 @@ from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
 from brt.models.seq2seq import seq2seq_flops
 from brt.ops.cross_entropy import cross_entropy, token_scores
+from brt.tasks import scores
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.interface import Aux, Dataset, LossInputs, ProbeFunction, Task, count_scored
-from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EvaluationResult, Metric
-from brt.tasks.summarization import scores
+from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, ROUGE_L, EvaluationResult, Metric
+from brt.tasks.rouge import get_protocol
 from brt.tasks.summarization.preparation import PairPreparation, PairReader, PairStore
-from brt.tasks.summarization.rouge import get_protocol
 from brt.tasks.summarization.summaries import (
     Summarizer,
     SummaryWriter,
@@ -184,7 +184,6 @@ class SummaryEvaluator:
 # accumulate-and-fire neurons of the Segmented Recurrent Transformer have such parameters, and so do
 # the mixtures of its recurrence and its local attention (CrossAttention.mix).
 _LEARNED = ("leak", "threshold", "sigma", "gate")
-_ROUGE_L = Metric("rougeL", "ROUGE-L", ".2f")
 
 
 class Summarization(Task):
@@ -196,7 +195,7 @@ class Summarization(Task):
     row_reader = PairReader
     generates_text = exports = True
     metrics = (BITS_PER_BYTE, BITS_PER_TOKEN)
-    table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, _ROUGE_L)
+    table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, ROUGE_L)
 
     def check(self, config: Config) -> None:
         pairs, model, kind = config.pairs, config.seq2seq, config.attention.kind
@@ -264,8 +263,7 @@ class Summarization(Task):
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Also returns the F1 of each ROUGE score if summaries were generated."""
-        rouge = {name: score["f1"] for name, score in report.get("rouge", {}).items()}
-        return super().select_metrics(report) | rouge
+        return super().select_metrics(report) | scores.f1_scores(report)
 
     def probe(self, config: Config) -> ProbeFunction:
         """Returns a function that reads the learned scalars of cross-attention from the parameters.
