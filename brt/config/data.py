@@ -37,12 +37,11 @@ class Data:
     # 'train:VOCAB_SIZE' trains a tokenizer on the training documents.
     tokenizer: str = free("bytes", cached=True, path="read")
     # 'text=FIELD' names the field (JSON), column (tables) or feature (TFDS) that contains the text;
-    # () takes the name 'text'. ('prompt=FIELD', 'completion=FIELD') reads pairs instead, and
-    # 'messages=FIELD' conversations, which the chat template of the tokenizer makes texts. Then
-    # only completions, or what the assistant says, and ends are scored.
+    # () takes the name 'text'. ('prompt=FIELD', 'completion=FIELD') reads pairs instead, between
+    # whose texts 'separator=TEXT' stands, and 'messages=FIELD' conversations, which the chat
+    # template of the tokenizer makes texts. Then only completions, or what the assistant says, and
+    # ends are scored.
     columns: tuple[str, ...] = free((), cached=True)
-    # This text is put between the prompt and the completion of a pair, such as '\n\nSummary: '.
-    separator: str = free("", cached=True)
     # 'strict' treats NULs and bytes that are not UTF-8 as errors; 'replace' reads them as U+FFFD.
     errors: Literal["strict", "replace"] = free("strict", cached=True)
     # This number of unreadable documents may be left out. They are listed in quarantine.jsonl. More
@@ -66,17 +65,13 @@ class Data:
     def __post_init__(self) -> None:
         shares = "validation_fraction", "test_fraction"
         check_section(self, shares=shares)
-        check_columns(self, "text", "prompt", "completion", "messages")
-        roles = tuple(pair.partition("=")[0] for pair in self.columns)
+        pair = "prompt", "completion", "separator"
+        check_columns(self, "text", *pair, "messages")
+        roles = tuple(item.partition("=")[0] for item in self.columns)
         check(
-            roles in ((), ("text",), ("prompt", "completion"), ("messages",)),
-            f"Data.columns = {self.columns} must name a text, or a prompt and a completion, or "
-            "messages",
-        )
-        check(
-            not self.separator or "prompt" in roles,
-            f"Data.separator = {self.separator!r} stands between prompts and completions; name "
-            "them in Data.columns, or remove it",
+            roles in ((), ("text",), pair[:2], pair, ("messages",)),
+            f"Data.columns = {self.columns} must name a text, or a prompt and a completion, and "
+            "perhaps a separator, or messages",
         )
         fill_held_out(self, ())
         for split in ("validation", "test"):

@@ -59,8 +59,8 @@ class Fields(NamedTuple):
     text: str = "text"
     prompt: str = ""
     completion: str = ""
+    separator: str = ""  # the text between prompt and completion
     messages: str = ""
-    separator: str = ""  # stands between prompt and completion
 
     @property
     def are_parts(self) -> bool:

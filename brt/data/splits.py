@@ -88,9 +88,8 @@ class Plan:
 
 
 def fields_of(data: config.Data) -> Fields:
-    roles = ("prompt", "completion", "messages")
-    named = {role: column(data, role) for role in roles}
-    return Fields(column(data, "text", "text"), **named, separator=data.separator)
+    named = {role: column(data, role) for role in Fields._fields[1:]}
+    return Fields(column(data, "text", "text"), **named)
 
 
 def fractions_of(data: config.Data) -> dict[str, float]:

@@ -152,8 +152,8 @@ class Counter:
             self._spans[-1][1] = self.tokens
         elif scored:
             self._spans.append([self.tokens - len(ids), self.tokens])
-        self._counter.add(data, ids)
         if text:
+            self._counter.add(data, ids)
             self.bytes += len(data)
             self.characters += len(text)
             self.words += count_words(text, data) - (self._in_word and not text[0].isspace())

@@ -26,20 +26,21 @@ def generated(
     A prompt is everything before the last scored tokens of a document. The section Decoding has the
     settings of the search.
     """
-    found = []
+    found, special = [], [*tokenizer.special_ids.values(), *config.model.end_ids]
     for document, span in enumerate(last_spans(store)):
         if control.stop():
             return None
         tokens = store.document(document)
         session.forget()
         session.read(tokens[: span.start])
-        new = session.search(config.decoding)
-        new = new[~np.isin(new, config.model.end_ids)]
+        new, true = (
+            ids[~np.isin(ids, special)] for ids in (session.search(config.decoding), tokens[span])
+        )
         found.append(
             Summary(
                 id=store.names[document],
                 source=decode(tokenizer, tokens[: span.start]),
-                reference=decode(tokenizer, tokens[span]),
+                reference=decode(tokenizer, true),
                 prediction=decode(tokenizer, new),
                 source_tokens=span.start,
                 cut_tokens=0,

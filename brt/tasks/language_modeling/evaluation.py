@@ -444,7 +444,7 @@ def _columns(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def text(report: dict[str, Any]) -> str:
     """Returns the report as text for people: the protocol, and a table of the metrics."""
     p = report["protocol"]
-    pairs = p["first_token"] == "read alone"
+    pairs = p.get("first_token") == "read alone"
     first = "completions alone scored" if pairs else "first token scored from BOS"
     lines = [
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
