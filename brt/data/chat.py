@@ -8,6 +8,7 @@ those of `apply_chat_template` of transformers 5, which has the same variables a
 
 import datetime
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -88,6 +89,11 @@ def answers(tokenizer: "Tokenizer", messages: Any) -> list[tuple[str | int, bool
     while found and not found[-1][1]:
         found.pop()
     return found[bool(found) and found[0][0] == tokenizer.bos_id :]
+
+
+def fingerprint(tokenizer: "Tokenizer") -> str:
+    """Returns the SHA-256 of the chat template of a tokenizer and of its variables."""
+    return hashlib.sha256(json.dumps(_template(tokenizer)).encode()).hexdigest()
 
 
 def checked(messages: Any) -> list[dict[str, str]]:

@@ -119,14 +119,19 @@ def test_a_conversation_is_scored_where_the_assistant_speaks(tmp_path: Path, nam
         ([{"m": [ASK]}], ["messages=m"], "the assistant does not answer"),
         ([{"m": [TELL, ASK, TELL]}], ["messages=m"], "speaks first"),
         ([{"m": [ASK, {"role": "assistant"}]}], ["messages=m"], "no text as its content"),
-        ([{"m": [ASK, TELL]}], ["messages=m"], "a.jsonl:1: .* bytes has no chat template"),
     ],
 )  # fmt: skip
 def test_rows_that_are_no_pairs_are_refused(
     tmp_path: Path, rows: list, columns: list[str], reason: str
 ) -> None:
+    file = chat_tokenizers.write("llama3", tmp_path / "tokenizer")
     with pytest.raises(DataError, match=reason):
-        prepared(tmp_path, rows, columns)
+        prepared(tmp_path, rows, columns, tokenizer=str(file))
+
+
+def test_conversations_need_a_template(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the tokenizer bytes has no chat template"):
+        prepared(tmp_path, [{"m": [ASK, TELL]}], ["messages=m"])
 
 
 @pytest.mark.parametrize(
@@ -157,6 +162,22 @@ def test_a_template_that_rewrites_answers_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match="a.jsonl:1: .*writes message 1 in another way"):
         prepared(tmp_path, [{"m": [ASK, TELL] * 2}], ["messages=m"], tokenizer=str(file))
+
+
+def test_another_template_makes_other_data(tmp_path: Path) -> None:
+    """The fingerprint of the tokenizer does not include the template."""
+    file = chat_tokenizers.write("llama3", tmp_path / "tokenizer")
+    rows = [{"m": [ASK, TELL]}], ["messages=m"]
+    first = prepared(tmp_path, *rows, tokenizer=str(file))
+    (tmp_path / "tokenizer/chat_template.jinja").write_text(chat_tokenizers.TEMPLATES["mistral"])
+    second = prepared(tmp_path, *rows, tokenizer=str(file))
+    assert first.written_with == second.written_with
+    assert first.fingerprint != second.fingerprint
+    section = data(tmp_path, *rows, tokenizer=str(file))
+    alone = preparation.DocumentPreparation(section, False).open_split(
+        "train", tokenizers.load(str(file))
+    )
+    assert alone.split("train").fingerprint == second.fingerprint
 
 
 def test_an_interrupted_store_of_pairs_is_completed(

@@ -39,13 +39,13 @@ from brt.distributed.mesh import place_like
 from brt.formatting import counted
 from brt.generation.session import Session
 from brt.layers.runs import StackState, parts
-from brt.models.decoder import forget, new_state
+from brt.models.decoder import forget, forward_flops_per_token, new_state
 from brt.ops import compiler_options
 from brt.tasks import scores
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.language_modeling import answers, completions
 from brt.tasks.language_modeling.forward import segment_scores
-from brt.tasks.report import EXACT_ANSWERS, EvaluationResult
+from brt.tasks.report import EXACT_ANSWERS, PAIR_COST, EvaluationResult
 from brt.tasks.rouge import get_protocol
 from brt.types import Batch, Variables
 
@@ -85,6 +85,15 @@ def documents(config: Config, dataset: Dataset, split: str) -> TokenStore:
     if end is None or splits.are_beginnings(store.names):
         return store
     return dataclasses.replace(store, end_id=end)
+
+
+_ALONE = "not scored, nor other tokens of prompts"
+
+
+def which(protocol: Mapping[str, Any]) -> str:
+    """Returns a phrase about the tokens that a protocol says are scored."""
+    alone = protocol.get("first_token") == _ALONE
+    return "completions alone scored" if alone else "first token scored from BOS"
 
 
 def clause(protocol: Mapping[str, Any]) -> str:
@@ -261,7 +270,16 @@ class DocumentEvaluator:
                 return None
             results.append(result)
         report = _evaluation_result(results, self._config.training.plots)
+        if self._store.spans is not None:
+            report.metrics[PAIR_COST.name] = self._gigaflops()
         return self._with_completions(report, variables, control) if self._generate else report
+
+    def _gigaflops(self) -> float:
+        """Returns the mean cost of reading a pair, with the logits of scored tokens alone."""
+        model, store = self._config.model, self._store
+        logits = 2 * model.model_dim * model.vocab_size
+        read = (forward_flops_per_token(model) - logits) * store.lengths.mean()
+        return float(read + logits * store.scored_counts.mean()) / 1e9
 
     def _with_completions(
         self, result: EvaluationResult, variables: Variables, control: Control
@@ -367,7 +385,7 @@ class DocumentEvaluator:
             "segment_length": length,
             "carry": not ablate if ablate in (None, "both") else f"all but {ablate}",
             "ablate": ablate,
-            "first_token": "scored, from BOS" if store.spans is None else "read alone",
+            "first_token": "scored, from BOS" if store.spans is None else _ALONE,
             "ends": "not scored" if store.end_id < 0 else f"scored, id {store.end_id}",
             "tokens_per_document": tokens_per_document or "all",
             "tokenizer": self._tokenizer.name,
@@ -444,13 +462,11 @@ def _columns(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def text(report: dict[str, Any]) -> str:
     """Returns the report as text for people: the protocol, and a table of the metrics."""
     p = report["protocol"]
-    pairs = p.get("first_token") == "read alone"
-    first = "completions alone scored" if pairs else "first token scored from BOS"
     lines = [
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
         f"{report['bytes']:,} bytes, {report['words']:,} words",
         f"window {p['window']}, segment {p['segment_length']}, state carried from segment to "
-        f"segment, whole documents, {first}, {clause(p)}"
+        f"segment, whole documents, {which(p)}, {clause(p)}"
         f"tokenizer {p['tokenizer']}",
         "",
     ]

@@ -58,7 +58,14 @@ from brt.tasks.language_modeling import evaluation, objective, warm_start
 from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, TextScorer, xz_bits_per_byte
 from brt.tasks.language_modeling.probe.states import state_probe
-from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ROUGE_L, Metric
+from brt.tasks.report import (
+    BITS_PER_BYTE,
+    BITS_PER_TOKEN,
+    EXACT_ANSWERS,
+    PAIR_COST,
+    ROUGE_L,
+    Metric,
+)
 from brt.tasks.weights import WarmStart, Weights, fill_in_vocabulary
 from brt.tasks.writers import StopFilter, WriteOptions, Writer
 from brt.types import Batch, Variables
@@ -214,7 +221,7 @@ class LanguageModeling(Task):
     shows_examples, generates_text, exports = False, True, True
     compares_windows = compares_models = True
     metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
-    table_metrics = (*metrics, ROUGE_L)
+    table_metrics = (*metrics, ROUGE_L, PAIR_COST)
 
     def check(self, config: Config) -> None:
         model, kind = config.model, config.attention.kind

@@ -145,8 +145,9 @@ def text(report: Mapping[str, Any]) -> str:
     lines = [
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
         f"{report['bytes']:,} bytes",
-        f"every token scored with each window, {protocol['sinks']} sinks, first token scored from "
-        f"BOS, {evaluation.clause(protocol)}tokenizer {protocol['tokenizer']}",
+        f"every token scored with each window, {protocol['sinks']} sinks, "
+        f"{evaluation.which(protocol)}, {evaluation.clause(protocol)}"
+        f"tokenizer {protocol['tokenizer']}",
         basis(report["documents"]),
         "",
         f"{'window':>8}{'bits per byte' if per_byte else 'bits per token':>16}"
