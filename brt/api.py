@@ -317,7 +317,9 @@ class Model:
             raise DataError(lost_bytes.loss_message(lost, len(text.encode()), 0))
         return float(np.sum(bits, dtype=np.float64)) / len(text.encode())
 
-    def evaluate(self, split: str = "test", *, ablate: str | None = None) -> dict[str, Any]:
+    def evaluate(
+        self, split: str = "test", *, ablate: str | None = None, generate: bool = False
+    ) -> dict[str, Any]:
         """Returns the metrics of a split of the run's data, by name.
 
         The metrics are also written to evaluations/ in the directory of the run.
@@ -326,8 +328,9 @@ class Model:
           split: "train", "validation" or "test".
           ablate: what a second evaluation resets before every segment: "cache", "state" (recurrent
             states), "memory" (other memories), or "both" for all three; None evaluates only once.
+          generate: True also scores the completions of pairs that a language model writes.
         """
-        return evaluations.evaluate(self._saved, split, ablate).report
+        return evaluations.evaluate(self._saved, split, ablate, generate=generate).report
 
     @functools.cached_property
     def _writer(self) -> Writer:

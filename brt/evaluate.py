@@ -3,6 +3,7 @@
 python -m brt.evaluate --workdir=runs/quickstart --split=test --ablate=state
 python -m brt.evaluate --workdir=models/smol --windows=256,512,1024   # compare three windows
 python -m brt.evaluate --workdir=runs/recurrent --compare=runs/sliding   # compare two models
+python -m brt.evaluate --workdir=runs/pairs --generate   # also writes completions
 python -m brt.evaluate --workdir=runs/quickstart --split=validation --follow   # while it trains
 """
 
@@ -33,7 +34,7 @@ def main(args: argparse.Namespace) -> None:
         evaluated = evaluations.evaluate(
             model, args.split, args.ablate,
             lambda result: output.show(result.text),
-            windows=_windows(args.windows), other=other,
+            windows=_windows(args.windows), other=other, generate=args.generate,
         )  # fmt: skip
         processes.wait_for_all("end")
     if args.json and processes.is_first():
@@ -55,7 +56,7 @@ def _follow(args: argparse.Namespace) -> None:
     from brt.training import following
     from brt.training.workdir import Workdir
 
-    for flag in ("windows", "compare"):
+    for flag in ("windows", "compare", "generate"):
         if getattr(args, flag):
             raise ConfigError(f"--{flag} evaluates one checkpoint; leave out --follow")
     if args.step is not None:
@@ -95,6 +96,11 @@ def parser() -> argparse.ArgumentParser:
         "--compare", type=command_line.directory, default="", metavar="DIR",
         help="compare a language model token by token with the newest checkpoint of another run, "
         "which reads the same documents, and with --ablate reads them without a part of its memory",
+    )  # fmt: skip
+    arguments.add_argument(
+        "--generate", action="store_true",
+        help="also let a language model write the completions of pairs, as the section Decoding "
+        "says, and score them",
     )  # fmt: skip
     arguments.add_argument(
         "--follow", action="store_true",

@@ -12,6 +12,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools/benchmark"))
 
 import cross_costs as costs  # noqa: E402
 
+from brt.config import CrossAttention, Seq2Seq  # noqa: E402
+from brt.models.seq2seq import seq2seq_flops  # noqa: E402
+
 # The keys are (targets, sources, head_dim, segment_size). The numbers are in thousands, those of
 # "multiplications" and "memory" as the paper prints them.
 ROWS = {
@@ -82,3 +85,17 @@ def test_the_baselines_read_a_wider_window() -> None:
     # Two RNNs of 512 features compute two products at each of 1024 positions. 8 heads share this
     # cost.
     assert recurrent - 2 * segmented == 2 * 2 * 1024 * 512 * 512 // 8
+
+
+@pytest.mark.parametrize("kind", ["segmented", "srformer"])
+def test_the_flops_of_models_differ_by_the_costs_of_cross_attention(kind: str) -> None:
+    model = Seq2Seq(decoder_layers=3, heads=2, head_dim=8, model_dim=16, vocab_size=100)
+    source, target, segment = 64, 32, 16
+    full, other = (
+        seq2seq_flops(model, CrossAttention(kind=each, segment_size=segment), source, target)
+        for each in ("full", kind)
+    )
+    sizes = {"targets": target, "sources": source, "head_dim": 8, "segment_size": segment}
+    saved = costs.multiplications("full", **sizes) - costs.multiplications(kind, **sizes)
+    assert full - other == 2 * 3 * 2 * saved
+    assert seq2seq_flops(model, CrossAttention(kind="xl_memory"), source, target) is None

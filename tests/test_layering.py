@@ -85,7 +85,7 @@ PLANTED = [
     ("brt.layers.window", "def f():\n  from brt.data.token_store import TokenStore"),
     ("brt.layers.window", "import brt.data.token_store"),
     ("brt.models.decoder", "from brt.data import preparation"),
-    ("brt.checkpointing.writer", "from brt.tasks.summarization import rouge"),
+    ("brt.checkpointing.writer", "from brt.tasks.summarization import raw"),
     ("brt.checkpointing.writer", "from brt import tasks"),
     ("brt.generation.search", "from brt.interop import meliad"),
     ("brt.layers.attention", "from brt.ops.window_attention.xla import _attend"),

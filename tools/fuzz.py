@@ -42,6 +42,7 @@ from fuzzing.runs import Target
 from brt import command_line, config
 from brt.checkpointing import reader as checkpoints
 from brt.data import chat, documents, originals, preparation, tokenizers
+from brt.data.documents import Fields
 from brt.data.tokenizer_training import train_sentencepiece
 from brt.errors import BrtError
 from brt.generation.memory import Memory, save
@@ -76,6 +77,8 @@ def targets(place: Path) -> dict[str, Target]:
     add("a.txt.gz", gzip.compress(text.encode()), _documents)
     add("a.txt.xz", lzma.compress(text.encode()), _documents)
     add("a.jsonl", json.dumps({"text": text, "more": [1, {"a": None}]}) + "\n", _documents)
+    turns = [{"role": role, "content": text} for role in ("user", "assistant")]
+    add("pairs.jsonl", json.dumps({"a": text, "b": "end", "m": turns}) + "\n", _pairs)
     add("array.json", json.dumps([{"text": text}, {"text": "more"}], indent=1), _documents)
     add("a.csv", f'id,text\n1,"{text}"\n', _documents)
     pq.write_table(pa.table({"text": [text], "parts": [["a", "b"]]}), place / "a.parquet")
@@ -132,6 +135,13 @@ def targets(place: Path) -> dict[str, Target]:
     save_file({"a": np.ones((2, 3), np.float32)}, place / "m.safetensors")
     found["m.safetensors"] = Target(place / "m.safetensors", files.read_file)
     return found
+
+
+def _pairs(path: Path) -> object:
+    for fields in (Fields(prompt="a", completion="b"), Fields(messages="m")):
+        for _ in documents.read([str(path)], fields=fields):
+            pass
+    return None
 
 
 def _chat(path: Path) -> object:

@@ -37,7 +37,10 @@ class Data:
     # 'train:VOCAB_SIZE' trains a tokenizer on the training documents.
     tokenizer: str = free("bytes", cached=True, path="read")
     # 'text=FIELD' names the field (JSON), column (tables) or feature (TFDS) that contains the text;
-    # () takes the name 'text'.
+    # () takes the name 'text'. ('prompt=FIELD', 'completion=FIELD') reads pairs instead, between
+    # whose texts 'separator=TEXT' stands, and 'messages=FIELD' conversations, which the chat
+    # template of the tokenizer makes texts. Then only completions, or what the assistant says, and
+    # ends are scored.
     columns: tuple[str, ...] = free((), cached=True)
     # 'strict' treats NULs and bytes that are not UTF-8 as errors; 'replace' reads them as U+FFFD.
     errors: Literal["strict", "replace"] = free("strict", cached=True)
@@ -62,7 +65,14 @@ class Data:
     def __post_init__(self) -> None:
         shares = "validation_fraction", "test_fraction"
         check_section(self, shares=shares)
-        check_columns(self, "text")
+        pair = "prompt", "completion", "separator"
+        check_columns(self, "text", *pair, "messages")
+        roles = tuple(item.partition("=")[0] for item in self.columns)
+        check(
+            roles in ((), ("text",), pair[:2], pair, ("messages",)),
+            f"Data.columns = {self.columns} must name a text, or a prompt and a completion, and "
+            "perhaps a separator, or messages",
+        )
         fill_held_out(self, ())
         for split in ("validation", "test"):
             if not getattr(self, split):

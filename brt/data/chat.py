@@ -8,6 +8,7 @@ those of `apply_chat_template` of transformers 5, which has the same variables a
 
 import datetime
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from brt.data.tokenizers import Tokenizer
 
+ASSISTANT = "assistant"  # The role whose messages are answers.
 _SECONDS = 10
 # A rendered conversation has at most this many times the characters of its messages and template.
 _GROWTH = 64
@@ -41,7 +43,7 @@ def render(tokenizer: "Tokenizer", messages: Any, *, add_generation_prompt: bool
     DataError if there is no template, if the messages are not valid, or if the template refuses
     them or takes too much time or memory.
     """
-    return _render(tokenizer, _checked(messages), add_generation_prompt)
+    return _render(tokenizer, checked(messages), add_generation_prompt)
 
 
 def encode(
@@ -51,28 +53,50 @@ def encode(
 
     A BOS at its start is left out, because every document of brt begins with one.
     """
-    messages, names = _checked(messages), _names(tokenizer)
-    begin, end = _marks(messages)
-    marked = [
-        {key: names.sub(f"{begin}\\g<0>{end}", text) for key, text in message.items()}
-        for message in messages
-    ]
-    text = _render(tokenizer, marked, add_generation_prompt)
-    # A name inside of a message is divided after its first character, so that no piece is found.
-    text = re.sub(
-        f"{begin}({names.pattern}){end}", lambda name: name[1][0] + begin + name[1][1:], text
-    )
-    ids: list[np.ndarray] = [np.zeros(0, np.int32)]
-    for i, part in enumerate(re.split(f"({names.pattern})", text)):
-        if i % 2:
-            ids.append(np.array([tokenizer.special_ids[part]], np.int32))
-        else:
-            ids += [tokenizer.encode(piece) for piece in re.split(f"[{begin}{end}]", part) if piece]
-    found = np.concatenate(ids).astype(np.int32)
-    return found[1:] if len(found) and found[0] == tokenizer.bos_id else found
+    marked, marks = _marked(tokenizer, checked(messages))
+    parts = _parts(tokenizer, _render(tokenizer, marked, add_generation_prompt), marks)
+    parts = parts[parts[:1] == [tokenizer.bos_id] :]
+    ids = [tokenizer.encode(part) if isinstance(part, str) else [part] for part in parts]
+    return np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int32)
 
 
-def _checked(messages: Any) -> list[dict[str, str]]:
+def answers(tokenizer: "Tokenizer", messages: Any) -> list[tuple[str | int, bool]]:
+    """Returns a conversation up to its last answer: texts and ids of special tokens, each with True
+    if the assistant says it.
+
+    An answer has the special token that ends it, but not the white space after this token. Raises
+    DataError as `render` does, and if the template changes an answer when further messages follow.
+    """
+    messages = checked(messages)
+    marked, marks = _marked(tokenizer, messages)
+    whole, place, found = _render(tokenizer, marked, False), 0, list[tuple[str | int, bool]]()
+    for i, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        before = _render(tokenizer, marked[:i], True)
+        after = _render(tokenizer, marked[: i + 1], False)
+        if not (whole.startswith(after) and after.startswith(before) and len(before) >= place):
+            raise DataError(
+                f"the chat template of {tokenizer.name} writes message {i} in another way when "
+                "others follow; divide the conversation, so that each has one answer, its last"
+            )
+        found += [(part, False) for part in _parts(tokenizer, whole[place : len(before)], marks)]
+        answer = _parts(tokenizer, after[len(before) :], marks)
+        *_, last = [-1, *(n for n, part in enumerate(answer) if isinstance(part, int))]
+        blank = last >= 0 and not "".join(map(str, answer[last + 1 :])).strip()
+        found += [(part, not blank or n <= last) for n, part in enumerate(answer)]
+        place = len(after)
+    while found and not found[-1][1]:
+        found.pop()
+    return found[bool(found) and found[0][0] == tokenizer.bos_id :]
+
+
+def fingerprint(tokenizer: "Tokenizer") -> str:
+    """Returns the SHA-256 of the chat template of a tokenizer and of its variables."""
+    return hashlib.sha256(json.dumps(_template(tokenizer)).encode()).hexdigest()
+
+
+def checked(messages: Any) -> list[dict[str, str]]:
     """Returns messages with the keys "role" and "content" alone; raises DataError for others."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise DataError(
@@ -100,8 +124,12 @@ def _names(tokenizer: "Tokenizer") -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
 
-def _marks(messages: list[dict[str, str]]) -> tuple[str, str]:
-    """Returns two characters that no message has."""
+def _marked(
+    tokenizer: "Tokenizer", messages: list[dict[str, str]]
+) -> tuple[list[dict[str, str]], tuple[str, str]]:
+    """Returns messages with a character before and after each name of a special token, and these
+    two characters, which no message has.
+    """
     text = json.dumps(messages, ensure_ascii=False)
     free = [chr(code) for code in _MARKS if chr(code) not in text]
     if len(free) < 2:
@@ -109,7 +137,23 @@ def _marks(messages: list[dict[str, str]]) -> tuple[str, str]:
             f"the conversation has all characters from U+{_MARKS[0]:X} to U+{_MARKS[-1]:X}, which "
             "stand for no text; remove them"
         )
-    return free[0], free[1]
+    begin, end, *_ = free
+    mark = functools.partial(_names(tokenizer).sub, f"{begin}\\g<0>{end}")
+    return [{key: mark(text) for key, text in each.items()} for each in messages], (begin, end)
+
+
+def _parts(tokenizer: "Tokenizer", text: str, marks: tuple[str, str]) -> list[str | int]:
+    """Returns the texts and the special tokens of a rendered text whose messages are marked."""
+    names, (begin, end) = _names(tokenizer).pattern, marks
+    # A name inside of a message is divided after its first character, so that no piece is found.
+    text = re.sub(f"{begin}({names}){end}", lambda name: name[1][0] + begin + name[1][1:], text)
+    found: list[str | int] = []
+    for i, part in enumerate(re.split(f"({names})", text)):
+        if i % 2:
+            found.append(tokenizer.special_ids[part])
+        else:
+            found += filter(None, re.split(f"[{begin}{end}]", part))
+    return found
 
 
 def _render(tokenizer: "Tokenizer", messages: list[dict[str, str]], more: bool) -> str:

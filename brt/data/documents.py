@@ -2,9 +2,10 @@
 
 Some files have many documents, which are records: of JSON files, ArrayRecord files, TensorFlow
 datasets or tables. A record is held in memory, where it takes up to four times its size. Its text
-is in one of its fields (or columns).
+is in one of its fields (or columns); the record may also be a pair of texts, or a conversation.
 """
 
+import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from brt import untrusted
 from brt.config.fields import MEMORY
-from brt.data import contents, formats, memory_tasks, plain_text, sources, tables
+from brt.data import chat, contents, formats, memory_tasks, plain_text, sources, tables
 from brt.data.contents import Record
 from brt.data.plain_text import REPLACE
 from brt.data.quarantine import BadRecord, Quarantine
@@ -22,8 +23,22 @@ from brt.errors import DataError
 
 CHUNK = contents.CHUNK  # The text of a record is cut into chunks of this number of characters.
 READ_RECORDS = 64  # This number of records is fetched from an ArrayRecord file at a time.
-_REMEDY = "Data.columns = ('text=FIELD',)"
+_PAIR = "Data.columns = ('prompt=FIELD', 'completion=FIELD')"
+_REMEDY = {
+    "text": "Data.columns = ('text=FIELD',)", "messages": "Data.columns = ('messages=FIELD',)",
+    "prompt": _PAIR, "completion": _PAIR,
+}  # fmt: skip
 _SHOWN = 20  # An error message lists at most this number of fields.
+
+
+class Pair(NamedTuple):
+    """A text to read, and the text that completes it."""
+
+    prompt: str
+    completion: str
+
+
+Messages = list[dict[str, str]]
 
 
 class Document(NamedTuple):
@@ -31,12 +46,34 @@ class Document(NamedTuple):
 
     name: str
     chunks: Iterator[str]
+    # If only a part of the text is to be learned: the text as a pair, or the conversation of which
+    # `chunks` are the JSON.
+    parts: Pair | Messages | None = None
+
+
+class Fields(NamedTuple):
+    """The names of the fields of a record. If there is a prompt, records are pairs; if there are
+    messages, conversations.
+    """
+
+    text: str = "text"
+    prompt: str = ""
+    completion: str = ""
+    separator: str = ""  # the text between prompt and completion
+    messages: str = ""
+
+    @property
+    def are_parts(self) -> bool:
+        return bool(self.prompt or self.messages)
+
+
+TEXT = Fields()
 
 
 def read(
     names: Sequence[str],
     *,
-    text_field: str = "text",
+    fields: Fields = TEXT,
     errors: str = "strict",
     max_bytes: int = untrusted.LARGEST,
     bad: Quarantine | None = None,
@@ -48,8 +85,8 @@ def read(
     document; a file of another kind is a single document.
 
     Args:
-      text_field: the field of a JSON record or TFDS example, or the column of a table, that
-        contains the text.
+      fields: the fields of a JSON record or TFDS example, or the columns of a table, that contain
+        the text; for pairs and conversations, all sources must have such records.
       errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; with "strict", a document
         that contains them counts as damaged.
       max_bytes: the largest size of a record, and of the text of a compressed file.
@@ -64,28 +101,32 @@ def read(
     for source in names:
         if source.startswith("tfds:"):
             examples = _numbered(tables.examples(source))
-            yield from _documents(source, examples, text_field, errors, bad)
+            yield from _documents(source, examples, fields, errors, bad)
+        elif fields.are_parts and source.startswith(MEMORY):
+            raise _no_columns(source)
         elif source.startswith(MEMORY):
             novels = "\n".join(file.path.read_text("utf-8") for file in sources.files(source))
             for name, text in memory_tasks.documents(source, novels):
                 yield Document(name, iter([text]))
         else:
             for file in sources.files(source):
-                yield from _read_file(file, text_field, errors, max_bytes, bad)
+                yield from _read_file(file, fields, errors, max_bytes, bad)
 
 
 def _read_file(
-    file: File, field: str, errors: str, max_bytes: int, bad: Quarantine
+    file: File, fields: Fields, errors: str, max_bytes: int, bad: Quarantine
 ) -> Iterator[Document]:
     match formats.kind(file.path.name):
         case "json" | "jsonl":
             records = contents.read_json(file, errors=errors, max_bytes=max_bytes)
-            yield from _documents(file.name, records, field, errors, bad, unit="line")
+            yield from _documents(file.name, records, fields, errors, bad, unit="line")
         case "array_record":
             records = _array_records(file, errors, max_bytes)
-            yield from _documents(file.name, records, field, errors, bad)
+            yield from _documents(file.name, records, fields, errors, bad)
         case "csv" | "tsv" | "parquet" | "arrow":
-            yield from _documents(file.name, _numbered(tables.rows(file)), field, errors, bad)
+            yield from _documents(file.name, _numbered(tables.rows(file)), fields, errors, bad)
+        case _ if fields.are_parts:
+            bad.collect(_no_columns(file.name), file.name)
         case _:
 
             def text() -> Iterator[str]:
@@ -116,7 +157,7 @@ def _text(file: File, errors: str, max_bytes: int) -> Iterator[str]:
 def _documents(
     file: str,
     records: Iterator[Record],
-    field: str,
+    fields: Fields,
     errors: str,
     bad: Quarantine,
     unit: str = "record",
@@ -125,15 +166,22 @@ def _documents(
     has_text = False
     try:
         for record in records:
-            read = partial(_record_text, record, field, errors)
-            text = bad.call_and_collect(read, file, **{unit: record.number})
-            if text is not None:
+            read = partial(_document, record, fields, errors)
+            document = bad.call_and_collect(read, file, **{unit: record.number})
+            if document is not None:
                 has_text = True
-                yield Document(record.name, _pieces(text))
+                yield document
         if not has_text and not bad.knows(file):
             raise plain_text.no_text(file)
     except BadRecord as error:
         bad.collect(error, file)
+
+
+def _no_columns(name: str) -> BadRecord:
+    return BadRecord(
+        f"{name} has no columns, and Data.columns names some for pairs; leave it out, or write it "
+        "as JSON lines"
+    )
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -169,16 +217,59 @@ def _array_records(file: File, errors: str, max_bytes: int) -> Iterator[Record]:
         raise BadRecord(f"{file.name} is damaged: {str(error).partition(';')[0]}") from error
 
 
-def _record_text(record: Record, field: str, errors: str) -> str:
-    """Returns the text of a record: its value, or a field of it, which may be a list of texts."""
+def _document(record: Record, fields: Fields, errors: str) -> Document:
     name, value = record.name, record.value
     if record.problem:
         remedy = "" if ";" in record.problem else "; repair it"
         if "UTF-8 at byte" in record.problem:
             remedy = f"; repair it, or read such bytes as U+FFFD with {REPLACE}"
         raise BadRecord(f"{name} {record.problem}{remedy}")
+    if fields.messages:
+        messages = _messages(name, value, fields.messages, errors)
+        return Document(name, _pieces(json.dumps(messages, ensure_ascii=False)), messages)
+    if fields.prompt:
+        prompt, completion = (
+            _joined(
+                f"the {role} of {name}", _field(name, value, getattr(fields, role), role), errors
+            )
+            for role in ("prompt", "completion")
+        )
+        pair = Pair(prompt + fields.separator, completion)
+        return Document(name, _pieces("".join(pair)), pair)
     if not isinstance(value, str | bytes):  # The members of a JSON array may be texts.
-        value = _field(name, value, field)
+        value = _field(name, value, fields.text)
+    return Document(name, _pieces(_joined(name, value, errors)))
+
+
+def _messages(name: str, value: Any, field: str, errors: str) -> Messages:
+    """Returns the conversation in a field of a record; raises BadRecord if it has no answer."""
+    found = tables.flat(value).get(field) if isinstance(value, Mapping) else None
+    if found is None:
+        raise BadRecord(
+            f"{name} has no field '{field}'; name the field of conversations with "
+            f"{_REMEDY['messages']}, or leave it out"
+        )
+    if isinstance(found, list):  # The texts of tables are bytes.
+        found = [
+            {key: _part(name, v, errors) if isinstance(v, bytes) else v for key, v in each.items()}
+            if isinstance(each, Mapping) else each
+            for each in found
+        ]  # fmt: skip
+    try:
+        messages = chat.checked(found)
+    except DataError as error:
+        raise BadRecord(f"{name}: {error}") from error
+    roles = [message["role"] for message in messages]
+    if chat.ASSISTANT not in roles[1:] or roles[0] == chat.ASSISTANT:
+        raise BadRecord(
+            f"{name} has a conversation of {', '.join(roles):.80}, in which the assistant does not "
+            "answer, or speaks first; leave it out"
+        )
+    return messages
+
+
+def _joined(name: str, value: Any, errors: str) -> str:
+    """Returns the text in a field, which may be a list of texts."""
     parts = value if isinstance(value, list) else [value]
     text = "\n".join(_part(name, part, errors) for part in parts)
     if not text.strip():
@@ -199,7 +290,7 @@ def _part(name: str, value: Any, errors: str) -> str:
     return value.removeprefix(plain_text.MARK)
 
 
-def _field(name: str, example: Any, field: str) -> Any:
+def _field(name: str, example: Any, field: str, role: str = "text") -> Any:
     """Returns the value of a field; raises BadRecord if the field is missing or is not text."""
     if not isinstance(example, Mapping):
         raise BadRecord(f"{name} is not an object with a field '{field}'; leave it out")
@@ -215,8 +306,8 @@ def _field(name: str, example: Any, field: str) -> Any:
     if not texts:
         raise BadRecord(f"{name}{problem}, and no other field has text; {remedy}")
     raise BadRecord(
-        f"{name}{problem}; name one of {texts} with {_REMEDY} if every record has it, otherwise "
-        f"{remedy}"
+        f"{name}{problem}; name one of {texts} with {_REMEDY[role]} if every record has it, "
+        f"otherwise {remedy}"
     )
 
 

@@ -51,9 +51,9 @@ def gather(
 
     The targets are the tokens of the documents. The inputs are the same tokens, shifted by one: BOS
     comes first, and is the input from which the first token of a document is predicted. If the
-    store has an end token, it is the last target of each document, and never an input. The batch
-    has B rows of N * window tokens. Its array `document_start` [B, N] is True for the first block
-    of a document and for blocks of padding.
+    store has an end token, it is the last target of each document, and never an input. Of pairs,
+    only the completions are scored. The batch has B rows of N * window tokens. Its array
+    `document_start` [B, N] is True for the first block of a document and for blocks of padding.
 
     Args:
       document: int [B, N], the index in the store of each block's document; -1 is padding.
@@ -76,14 +76,15 @@ def gather(
     tokens = store.tokens[np.where(remaining > 0, np.maximum(index, 0), 0)].astype(np.int32)
     if store.end_id >= 0:
         tokens[column == stored] = store.end_id
-    scored = column[1:] < remaining
-    inputs = np.where(scored, tokens[..., :-1], np.int32(store.bos_id))
+    known = column[1:] < remaining
+    inputs = np.where(known, tokens[..., :-1], np.int32(store.bos_id))
     document_start = ~real | (block == 0)
     inputs[document_start, 0] = store.bos_id
+    scored = known & store.scored(document[..., None], past[..., None] + column[1:])
     shape = len(document), document.shape[1] * window
     return Batch(
         inputs=inputs.reshape(shape),
-        targets=np.where(scored, tokens[..., 1:], np.int32(0)).reshape(shape),
+        targets=np.where(known, tokens[..., 1:], np.int32(0)).reshape(shape),
         scored=scored.reshape(shape),
         document_start=document_start,
     )

@@ -29,9 +29,10 @@ import numpy as np
 from tqdm import tqdm
 
 from brt import config, durable, output, storage, untrusted, user_cache
-from brt.config.checks import share_of
+from brt.config.checks import column, share_of
 from brt.config.fields import cached_settings
 from brt.data import (
+    chat,
     generated,
     lost_bytes,
     manifests,
@@ -515,6 +516,17 @@ class DocumentPreparation(TokenizedPreparation):
     def held_out_shares(self) -> dict[str, float]:
         return fractions_of(self.section)
 
+    def key_values(self) -> dict[str, Any]:
+        values = super().key_values()
+        if values and column(self.section, "messages"):
+            values["template"] = chat.fingerprint(self.load(self.section.tokenizer))
+        return values
+
+    def values_from_train(self) -> dict[str, Any]:
+        """Returns the chat template, which the fingerprint of the tokenizer does not include."""
+        messages = column(self.section, "messages")
+        return {"template": chat.fingerprint(self.tokenizer)} if messages else {}
+
     @functools.cached_property
     def _plan(self) -> Plan:
         return Plan(self.section, self._wanted)
@@ -583,7 +595,8 @@ class DocumentPreparation(TokenizedPreparation):
             if not sys.stderr.isatty():  # A terminal shows a progress bar.
                 self.say(
                     f"prepared {split}{origin}: {counted(counts['documents'], 'document')}, "
-                    f"{counts['bytes']:,} bytes, {counts['tokens']:,} tokens"
+                    f"{counts['bytes']:,} bytes{' of completions' * (store.spans is not None)}, "
+                    f"{counts['tokens']:,} tokens"
                     + "".join(f"; {clause}" for clause in [_lost(store)] if clause)
                 )
         plan.bad.write(directory)

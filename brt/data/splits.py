@@ -13,7 +13,7 @@ import numpy as np
 from brt import config
 from brt.config.checks import column
 from brt.data import documents
-from brt.data.documents import Document
+from brt.data.documents import Document, Fields
 from brt.data.quarantine import Quarantine
 from brt.errors import DataError
 
@@ -82,9 +82,14 @@ class Plan:
 
     def _read(self, split: str) -> Iterator[Document]:
         return documents.read(
-            getattr(self._data, split), text_field=column(self._data, "text", "text"),
+            getattr(self._data, split), fields=fields_of(self._data),
             errors=self._data.errors, bad=self.bad,
         )  # fmt: skip
+
+
+def fields_of(data: config.Data) -> Fields:
+    named = {role: column(data, role) for role in Fields._fields[1:]}
+    return Fields(column(data, "text", "text"), **named)
 
 
 def fractions_of(data: config.Data) -> dict[str, float]:
@@ -115,8 +120,15 @@ def held_out_ends(document: Document, length: int, fractions: Mapping[str, float
     """Returns the range of a document's characters that belongs to each split.
 
     The beginning of the document, which has `length` characters, is for training, and the end is
-    divided among the held-out splits. A document that is too short raises DataError.
+    divided among the held-out splits. A document that is too short, or a pair, raises DataError.
     """
+    if document.parts:
+        raise DataError(
+            f"{document.name} is a pair or a conversation, of which Data.train has too few to hold "
+            f"some out for {' and '.join(fractions)}; name files with "
+            f"{' and '.join(f'Data.{split}' for split in fractions)}, or set "
+            f"{' and '.join(f'Data.{split}_fraction' for split in fractions)} to 0"
+        )
     sizes = {split: int(length * fraction) for split, fraction in fractions.items()}
     if min(sizes.values()) < SHORTEST or length - sum(sizes.values()) < SHORTEST:
         splits = " and ".join(sizes)

@@ -4,7 +4,8 @@ A store is a directory:
 
     tokens.bin      the tokens of all documents; little-endian uint8, uint16 or uint32
     rows.npz        offsets int64 [documents + 1]; bytes, characters, words, lost: int64
-                    [documents]; names, a JSON list in UTF-8
+                    [documents]; names, a JSON list in UTF-8; of pairs and conversations, spans
+                    int64 [spans, 3]: the document, start and stop of the tokens that are scored
     manifest.json   counts, settings and hashes; written last
 
 Documents are encoded chunk by chunk. The chunks of several documents are encoded together, so that
@@ -18,6 +19,7 @@ process loses only its last documents:
     counts.bin     int64 [documents, 5]: tokens, bytes, characters, words and lost bytes
     names.jsonl    the name of each document as JSON
     digests.bin    the SHA-256 of the text of each document, 32 bytes
+    spans.bin      the spans, int64 [spans, 3]
     progress.json  the sizes of these files at the last commit, and counts
 
 If that directory has a file progress.json, a new writer cuts the files to the sizes that it names,
@@ -26,6 +28,7 @@ and continues there.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -41,8 +44,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from brt import durable, untrusted
-from brt.data import lost_bytes, manifests, stores
-from brt.data.documents import Document
+from brt.data import chat, lost_bytes, manifests, stores
+from brt.data.documents import Document, Pair
 from brt.data.stores import OnDisk
 from brt.data.tokenizers import Tokenizer
 from brt.errors import DataError
@@ -63,6 +66,7 @@ class Chunk(NamedTuple):
     name: str | None  # the name of the document if this is its first chunk
     text: str
     ids: np.ndarray = np.zeros(0, np.int32)  # the tokens, int32 [T], once they are known
+    scored: bool | None = None  # True if a completion; None if the document has no such parts
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chunk]:
@@ -76,7 +80,7 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chun
             if len(running) > 1:
                 chunks, future = running.popleft()
                 for chunk, ids in zip(chunks, future.result(), strict=True):
-                    yield chunk._replace(ids=np.asarray(ids, np.int32))
+                    yield chunk if len(chunk.ids) else chunk._replace(ids=np.asarray(ids, np.int32))
 
 
 def _batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[list[Chunk]]:
@@ -85,11 +89,11 @@ def _batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[li
     size = 0
     for document in documents:
         name: str | None = document.name
-        for text in itertools.chain(filter(None, tokenizer.cut(document.chunks)), [""]):
-            if text or name is not None:
-                batch.append(Chunk(name, text))
+        for chunk in itertools.chain(_chunks(document, tokenizer), [Chunk(None, "")]):
+            if chunk.text or len(chunk.ids) or name is not None:
+                batch.append(chunk._replace(name=name))
             name = None
-            size += len(text)
+            size += len(chunk.text)
             if size >= BATCH:
                 yield batch
                 batch, size = [], 0
@@ -98,10 +102,32 @@ def _batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[li
     yield []
 
 
+def _chunks(document: Document, tokenizer: Tokenizer) -> Iterator[Chunk]:
+    """Yields the chunks of a document without its name; those of special tokens have no text."""
+    if document.parts is None:
+        yield from (Chunk(None, text) for text in tokenizer.cut(document.chunks) if text)
+        return
+    parts: Iterable[tuple[str | int, bool]]
+    if isinstance(document.parts, Pair):
+        parts = zip(document.parts, (False, True), strict=True)
+    else:
+        try:
+            parts = chat.answers(tokenizer, document.parts)
+        except DataError as error:
+            raise DataError(f"{document.name}: {error}") from error
+    for part, scored in parts:
+        if isinstance(part, int):
+            yield Chunk(None, "", np.array([part], np.int32), scored)
+        else:
+            cut = tokenizer.cut([part])
+            yield from (Chunk(None, text, scored=scored) for text in cut if text)
+
+
 class Counter:
     """Counts and hashes a document while its chunks are written.
 
-    Counted are the tokens, UTF-8 bytes, code points, words (as by `str.split`) and lost bytes.
+    Counted are the tokens, and of the text that is scored, the UTF-8 bytes, code points, words (as
+    by `str.split`) and lost bytes.
     """
 
     def __init__(self, name: str, tokenizer: Tokenizer):
@@ -110,14 +136,24 @@ class Counter:
         # If the previous chunk ended inside of a word, the rest of the word must not count again.
         self._in_word = False
         self._counter, self._digest = lost_bytes.LostBytes(tokenizer), hashlib.sha256()
+        self._spans: list[list[int]] = []
+        self._is_special = False  # True if the last chunk is a special token
 
-    def add(self, text: str, ids: np.ndarray) -> int:
+    def add(self, text: str, ids: np.ndarray, scored: bool | None = None) -> int:
         """Takes the next chunk, and returns its number of UTF-8 bytes."""
         data = text.encode()
-        self._counter.add(data, ids)
         self._digest.update(data)
         self.tokens += len(ids)
+        self._is_special = not text
+        if scored is False:
+            self._in_word = False
+            return len(data)
+        if scored and self._spans and self._spans[-1][1] == self.tokens - len(ids):
+            self._spans[-1][1] = self.tokens
+        elif scored:
+            self._spans.append([self.tokens - len(ids), self.tokens])
         if text:
+            self._counter.add(data, ids)
             self.bytes += len(data)
             self.characters += len(text)
             self.words += count_words(text, data) - (self._in_word and not text[0].isspace())
@@ -125,6 +161,11 @@ class Counter:
         return len(data)
 
     def end(self, writer: "Writer") -> None:
+        # The last span has the place behind the last token, where the end token is scored, unless
+        # the text has an end of its own.
+        if self._spans and not self._is_special:
+            self._spans[-1][1] += 1
+        writer.add_spans(self._spans)
         row = Row(self.tokens, self.bytes, self.characters, self.words, self._counter.lost)
         writer.end_document(self.name, row, self._digest.digest(), self._counter.unknown)
 
@@ -138,15 +179,16 @@ def count_words(text: str, data: bytes) -> int:
 
 
 TOKENS, COUNTS, NAMES, DIGESTS = "tokens.bin", "counts.bin", "names.jsonl", "digests.bin"
+SPANS = "spans.bin"
 PROGRESS = "progress.json"
 COMMIT = 64 << 20  # After about this number of bytes of text, the files are committed.
-_FILES = (TOKENS, COUNTS, NAMES, DIGESTS)
+_FILES = (TOKENS, COUNTS, NAMES, DIGESTS, SPANS)
 _DIGEST = 32
 _KIND = {"documents": int, "bytes": int, "unknown": int, "sizes": dict.fromkeys(_FILES, int)}
 
 
 class Row(NamedTuple):
-    """The counts of a document."""
+    """The counts of a document; of a pair, those of the completion, except for the tokens."""
 
     tokens: int
     bytes: int  # in UTF-8
@@ -203,6 +245,11 @@ class Writer:
         """Appends tokens, int [T], of the document that the next `end_document` ends."""
         self._files[TOKENS].write(np.asarray(ids, self._dtype).data)
 
+    def add_spans(self, spans: list[list[int]]) -> None:
+        """Adds the start and stop of the scored tokens of the document that is to be ended."""
+        rows = [[self.documents, *span] for span in spans]
+        self._files[SPANS].write(np.array(rows, "<i8").tobytes())
+
     def end_document(self, name: str, row: Row, digest: bytes, unknown: int) -> None:
         """Completes a document; commits the files after every `COMMIT` bytes of text."""
         self._files[COUNTS].write(np.array(row, "<i8").data)
@@ -228,8 +275,8 @@ class Writer:
         """Closes the files. What was written since the last commit may be lost."""
         self._stack.close()
 
-    def finish(self, tokens: Path) -> tuple[np.ndarray, np.ndarray]:
-        """Closes the writer, moves the tokens to the file `tokens`, and returns counts and names.
+    def finish(self, tokens: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Closes the writer, moves the tokens to `tokens`, and returns counts, names and spans.
 
         The counts are int64 [documents, 5], with a column for each field of `Row`; the names are a
         list in JSON, uint8 [bytes].
@@ -239,7 +286,8 @@ class Writer:
         lines = (self._directory / NAMES).read_bytes().removesuffix(b"\n")
         names = np.frombuffer(b"[" + lines.replace(b"\n", b", ") + b"]", np.uint8)
         (self._directory / TOKENS).rename(tokens)
-        return counts.astype(np.int64), names
+        spans = np.fromfile(self._directory / SPANS, "<i8").reshape(-1, 3).astype(np.int64)
+        return counts.astype(np.int64), names, spans
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -257,7 +305,11 @@ class TokenStore(stores.Store):
     words: np.ndarray  # int64 [documents], separated by whitespace, as PG-19 counts them
     names: tuple[str, ...]
     lost: np.ndarray  # int64 [documents], bytes of the text that the tokens do not reproduce
-    end_id: int = -1  # the id that readers add to every document as its last token; -1 for none
+    # int64 [spans, 3] of pairs and conversations: the document, and the start and stop of tokens of
+    # it that are scored; None if all are. The end token is scored if its place is in a span.
+    spans: np.ndarray | None = None
+    # The id that readers add to documents as the last token, unless spans leave it out; -1 for none
+    end_id: int = -1
 
     @classmethod
     def open(cls, directory: Path | str, *, verify: bool = True) -> "TokenStore":
@@ -271,9 +323,12 @@ class TokenStore(stores.Store):
                 or not 0 <= manifest["bos_id"] < manifest["vocab_size"]
             ):
                 raise ValueError("tokens.bin has another size than its manifest says")
+            spans = _checked_spans(columns["spans"], offsets) if "spans" in columns else None
             columns = {name: columns[name] for name in (*_COLUMNS, "names")}
             files.check("documents", *(columns[name] for name in columns if name != "offsets"))
-        return cls(directory=files.directory, manifest=manifest, tokens=tokens, **columns)
+        return cls(
+            directory=files.directory, manifest=manifest, tokens=tokens, spans=spans, **columns
+        )
 
     @property
     def bos_id(self) -> int:
@@ -287,7 +342,42 @@ class TokenStore(stores.Store):
     @property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each document with its end token, int64 [documents]."""
-        return np.diff(self.offsets) + (self.end_id >= 0)
+        return np.diff(self.offsets) + (self._have_ends if self.end_id >= 0 else 0)
+
+    @functools.cached_property
+    def _have_ends(self) -> np.ndarray:
+        """True for each document to which an end token can be added, bool [documents]."""
+        have = np.full(len(self), self.spans is None)
+        if self.spans is not None:
+            document, _, stop = self.spans.T
+            have[document[stop > np.diff(self.offsets)[document]]] = True
+        return have
+
+    @property
+    def scored_counts(self) -> np.ndarray:
+        """Number of the tokens of each document that are scored, int64 [documents]."""
+        if self.spans is None:
+            return self.lengths
+        document, start, stop = self.spans.T
+        sizes = np.minimum(stop, self.lengths[document]) - start
+        return np.bincount(document, sizes, len(self)).astype(np.int64)
+
+    def mask(self, document: int) -> np.ndarray:
+        """Returns True for the tokens of a document that are scored, bool [tokens]."""
+        return self.scored(np.array(document), np.arange(self.lengths[document]))
+
+    def scored(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Returns True for tokens that are scored, bool; the arguments are the documents of tokens
+        and their places in the documents, two arrays that broadcast.
+        """
+        if self.spans is None:
+            return np.ones(np.broadcast_shapes(document.shape, position.shape), bool)
+        # A document of n tokens has n + 1 places, so that each place has another number.
+        owner, start, stop = self.spans.T
+        first = self.offsets[owner] + owner
+        place = self.offsets[document] + document + position
+        span = np.searchsorted(first + start, place, side="right") - 1
+        return (span >= 0) & (place < (first + stop)[np.maximum(span, 0)])
 
     @property
     def lost_bytes(self) -> int:
@@ -333,7 +423,7 @@ def write(
         _write_documents(left, tokenizer, writer, progress)
         if not writer.documents:
             raise DataError(f"there is no document for {directory.name}")
-        counts, names = writer.finish(directory / "tokens.bin")
+        counts, names, spans = writer.finish(directory / "tokens.bin")
     if partial is None:
         shutil.rmtree(place)
     lengths, *others = counts.T
@@ -351,7 +441,10 @@ def write(
         "unknown_tokens": writer.unknown,
         **(settings or {}),
     }
+    if len(spans):
+        columns["spans"] = spans
     identity = columns["offsets"].astype("<i8").tobytes() + tokenizer.fingerprint.encode()
+    identity += spans.astype("<i8").tobytes()
     stores.finish(
         directory, {"names": names, **columns}, facts, files=("tokens.bin",), identity=identity
     )
@@ -372,9 +465,22 @@ def _write_documents(
             document = Counter(chunk.name, tokenizer)
         assert document
         writer.add_tokens(chunk.ids)
-        progress(document.add(chunk.text, chunk.ids))
+        progress(document.add(chunk.text, chunk.ids, chunk.scored))
     if document:
         document.end(writer)
+
+
+def _checked_spans(spans: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Returns spans; raises ValueError unless they ascend inside of the documents."""
+    well_formed = spans.dtype == np.int64 and spans.ndim == 2 and spans.shape[1] == 3
+    document, start, stop = spans.T if well_formed else np.zeros((3, 0), np.int64)
+    inside = (document >= 0) & (document < len(offsets) - 1) & (start >= 0) & (start < stop)
+    if not well_formed or not inside.all() or (stop > np.diff(offsets)[document] + 1).any():
+        raise ValueError("its spans lie outside of the documents")
+    first, last = offsets[document] + document + start, offsets[document] + document + stop
+    if (first[1:] < last[:-1]).any():
+        raise ValueError("its spans do not ascend")
+    return spans
 
 
 _COLUMNS = ("offsets", "bytes", "characters", "words", "lost")

@@ -259,13 +259,24 @@ def _extended(table: np.ndarray, length: int, method: str) -> np.ndarray:
     return table[low] * (1 - share) + table[np.minimum(low + 1, known - 1)] * share
 
 
-def seq2seq_flops(model: config.Seq2Seq, source: int, target: int) -> int:
+def seq2seq_flops(
+    model: config.Seq2Seq, cross: config.CrossAttention, source: int, target: int
+) -> int | None:
     """Returns the FLOPs of the forward pass of an encoder-decoder, including the logits, for one
-    pair. Only matrix products are counted.
+    pair; None if they are not known for the kind of cross-attention. Only matrix products count.
 
-    Attention is counted as full attention, except the encoder's attention to a window around each
-    token (LongT5), which is counted with the keys of the window.
+    Attention among tokens is counted as full attention, except the encoder's attention to a window
+    around each token (LongT5), which is counted with the keys of the window.
     """
+    size, segment = model.head_dim, min(cross.segment_size, source)
+    # Of a layer; srformer has products for each source token, and reads one more state per target.
+    attention = {
+        "full": 2 * target * source,
+        "segmented": 2 * target * segment,
+        "srformer": 2 * target * segment + 2 * source * size + target * size,
+    }.get(cross.kind)
+    if attention is None:
+        return None
     d, width = model.model_dim, model.heads * model.head_dim
     projections = 4 * 2 * d * width
     mlp = (6 if model.activation == "gated_gelu" else 4) * d * model.mlp_dim
@@ -275,6 +286,7 @@ def seq2seq_flops(model: config.Seq2Seq, source: int, target: int) -> int:
     encoder = source * model.encoder_layers * (projections + 4 * seen * width + mlp)
     # The decoder's cross-attention projects the source to keys and values.
     of_source = source * projections // 2
-    of_target = target * (projections + projections // 2 + 4 * (target + source) * width + mlp)
+    of_target = target * (projections + projections // 2 + 4 * target * width + mlp)
+    of_target += 2 * attention * width
     logits = 2 * target * d * model.vocab_size
     return encoder + model.decoder_layers * (of_source + of_target) + logits

@@ -85,6 +85,8 @@ class EvaluationRequest(NamedTuple):
     # A language model that reads the same documents, to be compared token by token; None for no
     # comparison. Then `ablate` names a part of the memory of this other model.
     other: OtherModel | None = None
+    # True also generates the completions of pairs, and scores them.
+    generate: bool = False
 
 
 class InspectionRequest(NamedTuple):

@@ -139,18 +139,28 @@ def open_evaluator(
     ablate: str | None,
     windows: tuple[int, ...] = (),
     other: SavedModel | None = None,
+    generate: bool = False,
 ) -> Evaluator:
     """Opens a split, and returns what evaluates the checkpoints of a run on it.
 
     `ablate` is a part of the carry ("cache", "state", "memory", or "both" for all three) that a
     second evaluation resets before every segment. A language model is evaluated once with each of
     the `windows`, numbers of tokens that replace Model.window. `other` is a model to compare with
-    on the same documents; then `ablate` names a part of its memory.
+    on the same documents; then `ablate` names a part of its memory. `generate` also scores
+    completions that the model writes.
     """
     config, task = model.config, tasks.from_config(model.config)
     check(
         not windows or task.compares_windows,
         f"--windows is for language models, and {config.training.task!r} is none",
+    )
+    check(
+        not generate or task.compares_windows,
+        f"--generate is for language models; {config.training.task!r} generates without it",
+    )
+    check(
+        not (generate and (windows or other)),
+        "--generate, --windows and --compare are different measurements; leave two of them out",
     )
     compared = None
     if other:
@@ -170,14 +180,17 @@ def open_evaluator(
         data, name = saved_model.open_split(other, split), str(other.workdir.path)
         compared = OtherModel(name, other.step, other.config, data, other.variables)
     return task.evaluator(
-        EvaluationRequest(config, dataset, split, trained, ablate, windows=windows, other=compared)
-    )
+        EvaluationRequest(
+            config, dataset, split, trained, ablate,
+            windows=windows, other=compared, generate=generate,
+        )
+    )  # fmt: skip
 
 
 def evaluate(
     model: SavedModel, split: str, ablate: str | None, on_result: OnResult = lambda evaluated: None,
     *, windows: tuple[int, ...] = (), other: SavedModel | None = None,
-    evaluator: Evaluator | None = None,
+    generate: bool = False, evaluator: Evaluator | None = None,
 ) -> Evaluated:  # fmt: skip
     """Evaluates one checkpoint of a run on one split, and writes and returns the report.
 
@@ -190,7 +203,7 @@ def evaluate(
             "directories; convert it with brt.convert, or call bits_per_byte"
         )
     stored = can_store(model.workdir)
-    evaluator = evaluator or open_evaluator(model, split, ablate, windows, other)
+    evaluator = evaluator or open_evaluator(model, split, ablate, windows, other, generate)
     reading = display(evaluator.total, f"reading {split}", evaluator.unit)
     with reading as update, model.on_devices():
         result = evaluator(model.variables, Control(progress=update))

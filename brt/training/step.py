@@ -286,7 +286,8 @@ class MetricAccumulator:
             return
         if skipped is None and (reason := self._problem(step, nats, tokens, norm)):
             raise BadStep(step, reason, _REMEDY)
-        self._recent.add(step, nats / max(tokens, 1.0))
+        if tokens:  # A step may read prompts alone.
+            self._recent.add(step, nats / tokens)
         self._nats += nats
         self._tokens += tokens
         self._norms += norm

@@ -120,6 +120,7 @@ def test_a_hostile_or_failing_template_is_one_sentence(
         chat.render(tokenizer, ASK)
 
 
+@pytest.mark.slow
 def test_a_template_that_never_ends_is_stopped(
     with_template: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,10 +176,10 @@ def tfds_name(tmp_path_factory):
 
 @pytest.mark.filterwarnings("ignore")
 def test_tfds_is_read_without_tensorflow(tfds_name):
-    found = read(f"tfds:{tfds_name}/train", text_field="book_text")
+    found = read(f"tfds:{tfds_name}/train", fields=documents.Fields("book_text"))
     assert sorted(text for _, text in found) == [f"book {i} é\n" for i in range(3)]
     assert [name for name, _ in found] == [f"tfds:{tfds_name}/train:{i}" for i in range(3)]
-    assert len(read(f"tfds:{tfds_name}/train[:67%]", text_field="book_text")) == 2
+    assert len(read(f"tfds:{tfds_name}/train[:67%]", fields=documents.Fields("book_text"))) == 2
     assert len(sources.hashes([f"tfds:{tfds_name}/train"])) == 1
     assert "tensorflow" not in sys.modules
 

@@ -95,7 +95,7 @@ def test_types_of_parquet_that_hold_texts_are_read(tmp_path: Path) -> None:
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     for field in columns:
-        assert read(tmp_path / "a.parquet", text_field=field) == ["a\nb"]
+        assert read(tmp_path / "a.parquet", fields=documents.Fields(field)) == ["a\nb"]
 
 
 VALUES = {
@@ -147,7 +147,7 @@ def test_the_fields_that_an_error_names_can_be_read(suffix: str, tmp_path: Path)
     fields = re.findall(
         r"'([\w.]+)'", str(raised.value).partition("name one of")[2].partition("]")[0]
     )
-    assert [read(path, text_field=field) for field in fields] == [["b\nc"], ["a"]]
+    assert [read(path, fields=documents.Fields(field)) for field in fields] == [["b\nc"], ["a"]]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -159,7 +159,7 @@ def test_records_with_their_text_in_different_fields_are_refused(
     )
     for field in ("text", "content"):
         with pytest.raises(DataError, match="if every record has it, otherwise write the texts to"):
-            read(tmp_path / f"a{suffix}", text_field=field)
+            read(tmp_path / f"a{suffix}", fields=documents.Fields(field))
     write_rows(tmp_path / f"b{suffix}", [{"text": "short", "content": "b" * 99}])
     assert read(tmp_path / f"b{suffix}") == ["short"]
 

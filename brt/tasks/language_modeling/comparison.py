@@ -363,13 +363,18 @@ class ComparisonEvaluator:
         if difference is not None:
             summary = f"{difference.value:+.4f} bits/byte compared with {self._other.name}"
         if self._same_tokens:
-            window, nats = self._config.model.window, (ours.tokens, theirs.tokens)
+            window, masks = self._config.model.window, [*map(self._store.mask, range(len(sizes)))]
+
+            def scored(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+                return [own[mask] for own, mask in zip(values, masks, strict=True)]
+
+            nats = scored(ours.tokens), scored(theirs.tokens)
             classes = [token_classes(self._pieces(i), window) for i in range(len(self._store))]
-            metrics["classes"] = group_rows("class", _NAMES, classes, *nats)
+            metrics["classes"] = group_rows("class", _NAMES, scored(classes), *nats)
             lengths = [len(own) for own in ours.tokens]
             starts = range_starts(window, max(lengths, default=0))
             ranges = [position_ranges(starts, length) for length in lengths]
-            metrics["positions"] = group_rows("from", starts, ranges, *nats)
+            metrics["positions"] = group_rows("from", starts, scored(ranges), *nats)
             html = partial(self._page, classes, ours, theirs)
             if self._config.training.plots:
                 draw = partial(draw_classes, metrics["classes"])
@@ -386,7 +391,7 @@ class ComparisonEvaluator:
         """Returns the bytes of each token of a document; an end token that is scored has none."""
         decode = self._tokenizer.decode_bytes
         pieces = [decode(token[None]) for token in self._store.document(document)]
-        return pieces + [b""] * (self._store.end_id >= 0)
+        return pieces + [b""] * (int(self._store.lengths[document]) - len(pieces))
 
     def _page(self, classes: Sequence[np.ndarray], ours: SplitScores, theirs: SplitScores) -> str:
         documents = [

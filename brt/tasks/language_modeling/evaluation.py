@@ -1,7 +1,8 @@
 """Evaluation of language models: bits per token, byte, character and word of whole documents.
 
 Every document of a split is read once from start to end, and caches and states are carried from
-segment to segment. Every token is scored; the first token of a document is predicted from BOS. Each
+segment to segment. Every token is scored; the first token of a document is predicted from BOS. Of
+pairs, the completions are scored, and may be generated for comparison. Each
 metric is the sum of all nats divided by an exact count. Documents of memory tasks, which ask for
 facts that they have stated before, have further metrics (see `answers`). Language models
 with an end token are also evaluated on the ends of documents. A single text can be
@@ -38,13 +39,15 @@ from brt.distributed.mesh import place_like
 from brt.formatting import counted
 from brt.generation.session import Session
 from brt.layers.runs import StackState, parts
-from brt.models.decoder import forget, new_state
+from brt.models.decoder import forget, forward_flops_per_token, new_state
 from brt.ops import compiler_options
+from brt.tasks import scores
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
-from brt.tasks.language_modeling import answers
+from brt.tasks.language_modeling import answers, completions
 from brt.tasks.language_modeling.continuations import ContinuationScorer
 from brt.tasks.language_modeling.forward import segment_scores
-from brt.tasks.report import EXACT_ANSWERS, EvaluationResult
+from brt.tasks.report import EXACT_ANSWERS, PAIR_COST, EvaluationResult
+from brt.tasks.rouge import get_protocol
 from brt.types import Batch, Variables
 
 
@@ -83,6 +86,15 @@ def documents(config: Config, dataset: Dataset, split: str) -> TokenStore:
     if end is None or splits.are_beginnings(store.names):
         return store
     return dataclasses.replace(store, end_id=end)
+
+
+_ALONE = "not scored, nor other tokens of prompts"
+
+
+def which(protocol: Mapping[str, Any]) -> str:
+    """Returns a phrase about the tokens that a protocol says are scored."""
+    alone = protocol.get("first_token") == _ALONE
+    return "completions alone scored" if alone else "first token scored from BOS"
 
 
 def clause(protocol: Mapping[str, Any]) -> str:
@@ -231,8 +243,17 @@ class DocumentEvaluator:
         if beyond := config.model.beyond_context():
             output.say(f"warning: {beyond}")
         self._store, self._tokenizer = documents(config, dataset, split), dataset.tokenizer
-        self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
-        self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
+        self._generate = request.generate
+        check(
+            not request.generate or self._store.spans is not None,
+            f"--generate writes the completions of pairs, and {split} has none; name them with "
+            "Data.columns = ('prompt=FIELD', 'completion=FIELD')",
+        )
+        readings = 1 + bool(ablate) + request.generate
+        self.total = int(self._store.lengths.sum()) * readings
+        # Completions stand at the ends of documents, which are therefore always read.
+        self._limit = config.evaluation.tokens_per_document if self._store.spans is None else 0
+        self.partial = 0 < self._limit < int(self._store.lengths.max())
         self._answers = answers.answer_spans(self._store, self._tokenizer)
         self._session: Session | None = None
         self._step = jax.jit(
@@ -243,36 +264,77 @@ class DocumentEvaluator:
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        limit = 0 if whole else self._config.evaluation.tokens_per_document
+        limit = 0 if whole else self._limit
         results = []
         for ablate in (None, self._ablate) if self._ablate else (None,):
             result = self.read(variables, control, ablate=ablate, tokens_per_document=limit)
             if result is None:
                 return None
             results.append(result)
-        return _evaluation_result(results, self._config.training.plots)
+        report = _evaluation_result(results, self._config.training.plots)
+        if self._store.spans is not None:
+            report.metrics[PAIR_COST.name] = self._gigaflops()
+        return self._with_completions(report, variables, control) if self._generate else report
+
+    def _gigaflops(self) -> float:
+        """Returns the mean cost of reading a pair, with the logits of scored tokens alone."""
+        model, store = self._config.model, self._store
+        logits = 2 * model.model_dim * model.vocab_size
+        read = (forward_flops_per_token(model) - logits) * store.lengths.mean()
+        return float(read + logits * store.scored_counts.mean()) / 1e9
+
+    def _with_completions(
+        self, result: EvaluationResult, variables: Variables, control: Control
+    ) -> EvaluationResult | None:
+        session = self._started(variables)
+        written = completions.generated(
+            self._config, session, self._store, self._tokenizer, control
+        )
+        if written is None:
+            return None
+        scored = scores.score_summaries(written, get_protocol(self._config.evaluation.rouge))
+        protocol = {**result.metrics["protocol"], **scored.report["protocol"]}
+        decoding = dataclasses.asdict(self._config.decoding)
+        rouge = scored.report["rouge"]["rougeL"]["f1"]
+        return result._replace(
+            metrics={
+                **result.metrics, **scored.report, "protocol": protocol, "decoding": decoding
+            },
+            summary=f"{result.summary}, ROUGE-L {rouge:.2f}",
+            rows={**result.rows, "predictions": scores.rows(scored)},
+            text=f"{result.text}\n\n{scores.text(scored)}",
+        )  # fmt: skip
+
+    def _started(self, variables: Variables) -> Session:
+        """Returns a session that has read nothing."""
+        if self._session is None:
+            self._session = Session(
+                self._config, variables, bos_id=self._store.bos_id,
+                known_ids=self._tokenizer.vocab_size,
+            )  # fmt: skip
+        self._session.restart(variables)
+        return self._session
 
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the beginning of the first document and its continuation, separated by "|"."""
+        """Returns the beginning of the first document and its continuation, separated by "|".
+
+        Of the prompt of a pair, only the end is shown.
+        """
         sampling, tokenizer = self._config.sampling, self._tokenizer
         prompt = self._store.document(0)[:PROMPT_TOKENS]
+        if self._store.spans is not None:
+            prompt = self._store.document(0)[: completions.last_spans(self._store)[0].start]
         key = jax.random.fold_in(jax.random.key(self._config.training.seed), _PURPOSE)
-        if self._session is None:
-            self._session = Session(
-                self._config, variables, bos_id=self._store.bos_id, known_ids=tokenizer.vocab_size
-            )
-        self._session.restart(variables)
-        self._session.read(prompt)
+        session = self._started(variables)
+        session.read(prompt)
         generated: list[int] = []
-        for tokens in self._session.write(
-            sampling.max_tokens, sampling, jax.random.fold_in(key, step)
-        ):
+        for tokens in session.write(sampling.max_tokens, sampling, jax.random.fold_in(key, step)):
             if control.stop():
                 return None
             generated += tokens[0][~np.isin(tokens[0], self._config.model.end_ids)].tolist()
-        return f"{decode(tokenizer, prompt)}|{decode(tokenizer, generated)}\n"
+        return f"{decode(tokenizer, prompt[-PROMPT_TOKENS:])}|{decode(tokenizer, generated)}\n"
 
     def read(
         self,
@@ -293,7 +355,7 @@ class DocumentEvaluator:
         config, store = self._config, self._store
         batch_size = rules.round_up("lanes", min(config.evaluation.batch_size, len(store)))
         length = config.evaluation_segment_length
-        nats, scores = np.zeros(len(store)), answers.TokenScores(store.lengths)
+        nats, by_token = np.zeros(len(store)), answers.TokenScores(store.lengths)
         carry = meshes.place_like(new_state(config.model, batch_size), variables.params)
         forgets, part = np.bool_(ablate is not None), ablate or self._ablate
         begin, timed = None, 0
@@ -309,8 +371,10 @@ class DocumentEvaluator:
             blocks = token_nats.astype(np.float64).reshape(*document.shape, -1).sum(axis=2)
             np.add.at(nats, document[real], blocks[real])
             if self._answers or keep_tokens:
-                scores.add(document, token_nats, right)
+                by_token.add(document, token_nats, right)
             tokens = int(np.sum(batch.scored))
+            if store.spans is not None:  # The tokens of prompts are read, but not scored.
+                tokens = int(real.sum()) * config.model.block_length
             timed += tokens if begin else 0
             # The clock starts after the first segment, which includes compilation.
             begin = begin or time.perf_counter()
@@ -323,7 +387,7 @@ class DocumentEvaluator:
             "segment_length": length,
             "carry": not ablate if ablate in (None, "both") else f"all but {ablate}",
             "ablate": ablate,
-            "first_token": "scored, from BOS",
+            "first_token": "scored, from BOS" if store.spans is None else _ALONE,
             "ends": "not scored" if store.end_id < 0 else f"scored, id {store.end_id}",
             "tokens_per_document": tokens_per_document or "all",
             "tokenizer": self._tokenizer.name,
@@ -331,8 +395,8 @@ class DocumentEvaluator:
         speed = timed / (time.perf_counter() - begin) if timed and begin else None
         return SplitScores(
             protocol=protocol, documents=documents, tokens_per_second=speed,
-            answered=answers.scored_answers(self._answers, scores, limit),
-            tokens=[scores.of(d)[0] for d in range(len(store))] if keep_tokens else (),
+            answered=answers.scored_answers(self._answers, by_token, limit),
+            tokens=[by_token.of(d)[0] for d in range(len(store))] if keep_tokens else (),
         )  # fmt: skip
 
     def _segment(
@@ -357,7 +421,7 @@ class DocumentEvaluator:
         return rules.replicated(nats), rules.replicated(right), carry
 
     def _score(self, store: TokenStore, index: int, nats: float, limit: int) -> DocumentScore:
-        tokens, name = int(store.lengths[index]), store.names[index]
+        tokens, name = int(store.scored_counts[index]), store.names[index]
         lost = int(store.lost[index])
         if not limit or tokens <= limit:
             stored = store.bytes, store.characters, store.words
@@ -404,7 +468,7 @@ def text(report: dict[str, Any]) -> str:
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
         f"{report['bytes']:,} bytes, {report['words']:,} words",
         f"window {p['window']}, segment {p['segment_length']}, state carried from segment to "
-        f"segment, whole documents, first token scored from BOS, {clause(p)}"
+        f"segment, whole documents, {which(p)}, {clause(p)}"
         f"tokenizer {p['tokenizer']}",
         "",
     ]
@@ -428,6 +492,8 @@ def xz_bits_per_byte(store: TokenStore, tokenizer: Tokenizer) -> float | None:
     a baseline; None if the documents are too large, or if the tokens do not reproduce the text.
     """
     total = int(store.bytes.sum())
+    if store.spans is not None:
+        return None
     if not 0 < total <= _XZ_LIMIT_BYTES or store.lost_bytes:
         return None
     texts = (tokenizer.decode_bytes(store.document(i)) for i in range(len(store)))

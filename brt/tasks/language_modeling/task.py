@@ -43,6 +43,7 @@ from brt.layers.runs import (
 )
 from brt.layers.scan import unrolls_layers
 from brt.models.decoder import Decoder, forward_flops_per_token, new_state
+from brt.tasks import scores
 from brt.tasks.arguments import Evaluator
 from brt.tasks.interface import (
     Aux,
@@ -57,7 +58,14 @@ from brt.tasks.language_modeling import evaluation, objective, warm_start
 from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, TextScorer, xz_bits_per_byte
 from brt.tasks.language_modeling.probe.states import state_probe
-from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, Metric
+from brt.tasks.report import (
+    BITS_PER_BYTE,
+    BITS_PER_TOKEN,
+    EXACT_ANSWERS,
+    PAIR_COST,
+    ROUGE_L,
+    Metric,
+)
 from brt.tasks.weights import WarmStart, Weights, fill_in_vocabulary
 from brt.tasks.writers import StopFilter, WriteOptions, Writer
 from brt.types import Batch, Variables
@@ -212,7 +220,8 @@ class LanguageModeling(Task):
     model, data, preparation = "model", "data", DocumentPreparation
     shows_examples, generates_text, exports = False, True, True
     compares_windows = compares_models = True
-    metrics = table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
+    metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
+    table_metrics = (*metrics, ROUGE_L, PAIR_COST)
 
     def check(self, config: Config) -> None:
         model, kind = config.model, config.attention.kind
@@ -243,8 +252,14 @@ class LanguageModeling(Task):
         return super().open(config, progress=progress)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Also sets Data.score_ends to 'yes' or 'no' instead of 'auto'."""
-        config, tokenizer = evaluation.resolved(config), dataset.tokenizer
+        """Also sets Data.score_ends to 'yes' or 'no' instead of 'auto'. A model without an end
+        token gets BOS as its end token if it learns pairs, so that completions end.
+        """
+        tokenizer, model = dataset.tokenizer, config.model
+        pairs = any(store.spans is not None for store in dataset.splits.values())
+        if pairs and not model.end_ids and config.data.score_ends != "no":
+            model = dataclasses.replace(model, end_ids=(tokenizer.bos_id,))
+        config = evaluation.resolved(dataclasses.replace(config, model=model))
         ids = self.required_vocab_size(tokenizer)
         return fill_in_vocabulary(config, self.model, tokenizer, ids)
 
@@ -320,11 +335,11 @@ class LanguageModeling(Task):
         return DocumentEvaluator(request)
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Also returns the rise of the bits when a part of the memory was reset."""
+        """Also returns the rise of the bits when a part of the memory was reset, and ROUGE."""
         costs = {
             name: value for name, value in report.items() if name.startswith("ablation_costs_")
         }
-        return super().select_metrics(report) | costs
+        return super().select_metrics(report) | costs | scores.f1_scores(report)
 
     def probe(self, config: Config) -> ProbeFunction:
         return state_probe(config)
@@ -351,7 +366,7 @@ class LanguageModeling(Task):
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
         store = evaluation.documents(config, dataset, "train")
-        return int(store.bytes.sum()) / int(store.lengths.sum())
+        return int(store.bytes.sum()) / int(store.scored_counts.sum())
 
     def writer(self, config: Config, variables: Variables, tokenizer: Tokenizer) -> TextWriter:
         session = Session(

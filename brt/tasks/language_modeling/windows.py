@@ -75,7 +75,7 @@ class WindowEvaluator:
         largest = scores[-1]
         sizes = np.asarray([score.bytes for score in largest.documents])
         nats = np.asarray([[score.nats for score in reading.documents] for reading in scores])
-        counts = sums_by_position(map(np.ones, self._store.lengths), self._edges)
+        counts = sums_by_position(map(self._store.mask, range(len(self._store))), self._edges)
         tokens = counts.astype(int)
         rows = []
         for window, reading, own, by_position in zip(
@@ -145,8 +145,9 @@ def text(report: Mapping[str, Any]) -> str:
     lines = [
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
         f"{report['bytes']:,} bytes",
-        f"every token scored with each window, {protocol['sinks']} sinks, first token scored from "
-        f"BOS, {evaluation.clause(protocol)}tokenizer {protocol['tokenizer']}",
+        f"every token scored with each window, {protocol['sinks']} sinks, "
+        f"{evaluation.which(protocol)}, {evaluation.clause(protocol)}"
+        f"tokenizer {protocol['tokenizer']}",
         basis(report["documents"]),
         "",
         f"{'window':>8}{'bits per byte' if per_byte else 'bits per token':>16}"

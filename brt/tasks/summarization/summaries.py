@@ -22,8 +22,8 @@ from brt.generation.search import Hypotheses, TextDecoder, sample, search
 from brt.models import seq2seq
 from brt.models.seq2seq import Readout, SpecialTokens
 from brt.tasks.arguments import UNCONTROLLED, Control
+from brt.tasks.scores import Summary
 from brt.tasks.summarization.preparation import Encoder, PairReader, PairStore
-from brt.tasks.summarization.scores import Summary
 from brt.tasks.summarization.tokenization import PairTokenizer
 from brt.tasks.writers import WriteOptions, Writer
 from brt.types import PairBatch

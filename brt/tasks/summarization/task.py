@@ -30,12 +30,19 @@ from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
 from brt.models.seq2seq import seq2seq_flops
 from brt.ops.cross_entropy import cross_entropy, token_scores
+from brt.tasks import scores
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.interface import Aux, Dataset, LossInputs, ProbeFunction, Task, count_scored
-from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EvaluationResult, Metric
-from brt.tasks.summarization import scores
+from brt.tasks.report import (
+    BITS_PER_BYTE,
+    BITS_PER_TOKEN,
+    PAIR_COST,
+    ROUGE_L,
+    EvaluationResult,
+    Metric,
+)
+from brt.tasks.rouge import get_protocol
 from brt.tasks.summarization.preparation import PairPreparation, PairReader, PairStore
-from brt.tasks.summarization.rouge import get_protocol
 from brt.tasks.summarization.summaries import (
     Summarizer,
     SummaryWriter,
@@ -109,7 +116,10 @@ class SummaryEvaluator:
         bits = self._bits(variables.params, control)
         if bits is None:
             return None
-        metrics = {**bits._asdict(), "decoding": dataclasses.asdict(self._decoding)}
+        metrics = {
+            **bits._asdict(), PAIR_COST.name: self._gigaflops(),
+            "decoding": dataclasses.asdict(self._decoding),
+        }  # fmt: skip
         summary, heading = f"{bits.bits_per_token:.3f} bits/token", self._heading(bits)
         if not whole:
             return EvaluationResult(metrics, summary, {}, heading)
@@ -164,6 +174,14 @@ class SummaryEvaluator:
         )  # fmt: skip
         return jnp.where(batch.scored, scores.nats, 0.0)
 
+    def _gigaflops(self) -> float | None:
+        """Returns the cost of the forward pass of a pair of mean lengths."""
+        lengths = (
+            round(float(np.mean(x.lengths))) for x in (self._store.source, self._store.target)
+        )
+        flops = seq2seq_flops(self._config.seq2seq, self._config.cross_attention, *lengths)
+        return flops and flops / 1e9
+
     def _heading(self, bits: Bits) -> str:
         beams = self._decoding.beams
         how = f"{beams} beams" if beams > 1 else "greedy"
@@ -184,7 +202,6 @@ class SummaryEvaluator:
 # accumulate-and-fire neurons of the Segmented Recurrent Transformer have such parameters, and so do
 # the mixtures of its recurrence and its local attention (CrossAttention.mix).
 _LEARNED = ("leak", "threshold", "sigma", "gate")
-_ROUGE_L = Metric("rougeL", "ROUGE-L", ".2f")
 
 
 class Summarization(Task):
@@ -196,7 +213,7 @@ class Summarization(Task):
     row_reader = PairReader
     generates_text = exports = True
     metrics = (BITS_PER_BYTE, BITS_PER_TOKEN)
-    table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, _ROUGE_L)
+    table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, ROUGE_L, PAIR_COST)
 
     def check(self, config: Config) -> None:
         pairs, model, kind = config.pairs, config.seq2seq, config.attention.kind
@@ -248,11 +265,9 @@ class Summarization(Task):
         return total, Aux(nats, count_scored(batch.scored), metrics=metrics)
 
     def flops(self, config: Config, batch: PairBatch) -> int | None:
-        """Returns None if the cross-attention is of another kind than "full"."""
-        if config.cross_attention.kind != "full":
-            return None
         (rows, source), target = batch.source.shape, batch.target_in.shape[1]
-        return 3 * rows * seq2seq_flops(config.seq2seq, source, target)
+        forward = seq2seq_flops(config.seq2seq, config.cross_attention, source, target)
+        return forward and 3 * rows * forward
 
     def evaluator(self, request: EvaluationRequest) -> SummaryEvaluator:
         if request.ablate:
@@ -264,8 +279,7 @@ class Summarization(Task):
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Also returns the F1 of each ROUGE score if summaries were generated."""
-        rouge = {name: score["f1"] for name, score in report.get("rouge", {}).items()}
-        return super().select_metrics(report) | rouge
+        return super().select_metrics(report) | scores.f1_scores(report)
 
     def probe(self, config: Config) -> ProbeFunction:
         """Returns a function that reads the learned scalars of cross-attention from the parameters.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from brt.errors import ConfigError, DataError
-from brt.tasks.summarization.rouge import (
+from brt.tasks.rouge import (
     PROTOCOLS,
     RougeProtocol,
     Score,

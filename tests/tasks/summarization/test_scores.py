@@ -7,9 +7,10 @@ import pytest
 
 from brt.config import Config, Decoding
 from brt.errors import DataError
-from brt.tasks.summarization import scores, summaries
-from brt.tasks.summarization.rouge import get_protocol
-from brt.tasks.summarization.scores import ScoredSummaries, Summary
+from brt.tasks import scores
+from brt.tasks.rouge import get_protocol
+from brt.tasks.scores import ScoredSummaries, Summary
+from brt.tasks.summarization import summaries
 from brt.tasks.summarization.tokenization import PairTokenizer
 from brt.tasks.writers import WriteOptions
 

@@ -61,6 +61,11 @@ def probe_report(
     `tokens` tokens are read; 0 reads all.
     """
     store, donor = dataset.split(split), dataset.splits.get("train")
+    if store.spans is not None:
+        raise DataError(
+            f"{split} consists of pairs, and a probe measures the bits of whole documents; name "
+            f"documents with Data.{split} and Data.columns"
+        )
     if lost := lost_bytes.loss_message(store.lost_bytes, int(store.bytes.sum()), 0):
         raise DataError(f"{split} cannot be probed by bits per byte: {lost}")
     if donor is store:

@@ -1,7 +1,7 @@
 """Scores generated summaries with ROUGE, and reports scores, lengths and truncation."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from brt.formatting import counted
 from brt.tasks.report import example_indices
-from brt.tasks.summarization.rouge import TEXT, RougeProtocol, Score, aggregate
+from brt.tasks.rouge import TEXT, RougeProtocol, Score, aggregate
 
 # The report shows examples in two columns. A column has this width in characters, and at most this
 # number of lines.
@@ -51,6 +51,8 @@ def score_summaries(summaries: Sequence[Summary], protocol: RougeProtocol) -> Sc
                                          the tokens that were cut off
         lengths                          mean, median, minimum and maximum of the lengths of
                                          documents, references and predictions
+        exact                            share of the predictions that equal the reference, white
+                                         space around them aside
         empty, distinct                  numbers of empty and of distinct predictions
         copied_bigrams                   share of the predictions' bigrams that occur in the part of
                                          the document that the model read
@@ -63,11 +65,17 @@ def score_summaries(summaries: Sequence[Summary], protocol: RougeProtocol) -> Sc
         "protocol": {"name": protocol.name, "rouge": protocol.text, "aggregation": TEXT},
         "truncation": _truncation(summaries),
         "lengths": _lengths(summaries),
+        "exact": 100 * sum(map(_is_exact, summaries)) / len(summaries),
         "empty": sum(not s.prediction.strip() for s in summaries),
         "distinct": len({s.prediction for s in summaries}),
         "copied_bigrams": _copied_bigrams(summaries, protocol),
     }
     return ScoredSummaries(summaries, protocol, scores, report)
+
+
+def f1_scores(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the F1 of each ROUGE score of a report; {} if nothing was generated."""
+    return {name: score["f1"] for name, score in report.get("rouge", {}).items()}
 
 
 def rows(scored: ScoredSummaries) -> list[dict[str, Any]]:
@@ -109,13 +117,18 @@ def text(scored: ScoredSummaries) -> str:
         f"were cut ({cut['documents_percent']:.1f} %), {cut['tokens_percent']:.1f} % of all tokens "
         f"were not read",
         f"summaries: {written:,.1f} tokens, {words:,.1f} words on average, references "
-        f"{reference:,.1f} words; {report['empty']:,} empty, {report['distinct']:,} distinct; "
+        f"{reference:,.1f} words; {report['exact']:.1f} % exact, {report['empty']:,} empty, "
+        f"{report['distinct']:,} distinct; "
         + (f"{copied:.1f} % of word pairs" if copied is not None else "no word pairs")
         + " are in the source",
     ]
     for index in example_indices(len(scored.summaries)):
         lines += ["", *_example(scored, index)]
     return "\n".join(lines)
+
+
+def _is_exact(summary: Summary) -> bool:
+    return summary.prediction.strip() == summary.reference.strip()
 
 
 def _truncation(summaries: Sequence[Summary]) -> dict[str, int | float]:
