@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from jaxtyping import Array, Float, Integer, PyTree
@@ -22,7 +22,7 @@ from brt.generation.session import Session
 from brt.interop.huggingface import hub
 from brt.tasks.arguments import Scorer
 from brt.tasks.weights import Tokenizer
-from brt.tasks.writers import Writer, write_options
+from brt.tasks.writers import WriteOptions, Writer, write_options
 from brt.training import conversion, evaluations, saved_model
 
 StrPath = str | Path
@@ -104,7 +104,7 @@ class Memory:
     @property
     def tokens(self) -> int:
         """The number of tokens that were read and generated, including BOS."""
-        return int(self.state.count)
+        return int(self.state.count[0])
 
     @property
     def logits(self) -> Float[np.ndarray, " V"]:
@@ -167,14 +167,37 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         return saved_model.tokenizer(self._saved)
 
-    def generate(self, prompt: str = "", **how: Any) -> str:
+    @overload
+    def generate(self, prompt: str = "", **how: Any) -> str: ...
+
+    @overload
+    def generate(self, prompt: Sequence[str], **how: Any) -> list[str]: ...
+
+    def generate(self, prompt: str | Sequence[str] = "", **how: Any) -> str | list[str]:
         """Returns the text that follows the prompt, or a summariser's summary of the prompt.
 
-        The other arguments are those of `stream`, by keyword.
+        For a list of prompts, it returns a list of texts. A language model continues up to 16
+        prompts at once (fewer if their memories are large), and each prompt has the text that it
+        has alone. A sampled token depends on the seed and its place in the text, so equal prompts
+        have equal texts. The other arguments are those of `stream`, by keyword.
         """
+        if not isinstance(prompt, str):
+            return list(self.generate_each(prompt, **how))
         return "".join(self.stream(prompt, **how))
 
     summarize = generate
+
+    def generate_each(
+        self, prompts: Sequence[str], *, state: Memory | None = None, **how: Any
+    ) -> Iterator[str]:
+        """Returns an iterator over the texts that `generate` returns for a list of prompts.
+
+        Texts are yielded in the order of the prompts, as soon as a group of prompts that are
+        continued at once is finished. The other arguments are those of `stream`, by keyword.
+        """
+        names = [f"prompts[{i}]" for i in range(len(prompts))]
+        own, options = self._begun(dict(zip(names, prompts, strict=True)), state, **how)
+        return Text(self, self._writer.each(own, options))
 
     def stream(
         self,
@@ -214,22 +237,32 @@ class Model:
           ConfigError: the model does not generate text, or not with these arguments.
           DataError: there is neither a prompt nor a state, or the prompt is not valid text.
         """
-        if not self._task.generates_text:
-            raise self._task.cannot_generate()
-        if (stop or special_tokens) and not self.continues:
-            raise ConfigError("stop and special_tokens are for language models; leave them out")
-        options = write_options(
-            self.config.sampling, beams=beams, max_tokens=max_tokens, seed=seed, stop=stop,
+        (own,), options = self._begun(
+            {"the prompt": prompt}, state, beams=beams, max_tokens=max_tokens, seed=seed, stop=stop,
             special_tokens=special_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         )  # fmt: skip
-        prompt = plain_text.checked("the prompt", prompt)
-        if not prompt and state is None:
-            raise DataError("the prompt is empty; give some text, or a state to continue from")
+        return Text(self, self._writer(own, options))
+
+    def _begun(
+        self, prompts: Mapping[str, str], state: Memory | None, **how: Any
+    ) -> tuple[list[str], WriteOptions]:
+        """Returns the checked values of `prompts`, which have the names of messages, and the
+        checked options `how` of `stream`, after the session has gone back to `state`.
+        """
+        if not self._task.generates_text:
+            raise self._task.cannot_generate()
+        if (how.get("stop") or how.get("special_tokens")) and not self.continues:
+            raise ConfigError("stop and special_tokens are for language models; leave them out")
+        options = write_options(self.config.sampling, **how)
+        checked = [plain_text.checked(name, prompt) for name, prompt in prompts.items()]
+        for name, prompt in zip(prompts, checked, strict=True):
+            if not prompt and state is None:
+                raise DataError(f"{name} is empty; give some text, or a state to continue from")
         if state is not None:
             self._resumed(state)
         elif self.continues:
             self._session()
-        return Text(self, self._writer(prompt, options))
+        return checked, options
 
     def read(
         self,

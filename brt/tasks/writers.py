@@ -24,8 +24,8 @@ class WriteOptions(NamedTuple):
 
 
 def write_options(
-    sampling: Sampling, *, beams: int | None, max_tokens: int | None, seed: int,
-    stop: str | Sequence[str], special_tokens: bool, **drawn: float | None,
+    sampling: Sampling, *, beams: int | None = None, max_tokens: int | None = None, seed: int = 0,
+    stop: str | Sequence[str] = (), special_tokens: bool = False, **drawn: float | None,
 ) -> WriteOptions:  # fmt: skip
     """Returns the options of a text that a user asks for, as described in `WriteOptions`.
 
@@ -63,6 +63,12 @@ class Writer(abc.ABC):
     @abc.abstractmethod
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
         """Yields the text that continues a prompt, or that summarises it, piece by piece."""
+
+    def each(self, prompts: Sequence[str], options: WriteOptions) -> Iterator[str]:
+        """Yields the whole text of each prompt, in the order of the prompts. It is the same text as
+        if the prompt were alone.
+        """
+        return ("".join(self(prompt, options)) for prompt in prompts)
 
 
 class StopFilter:
