@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.random import fold_in
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from brt import durable, untrusted
@@ -302,10 +303,6 @@ def read_and_write(
         i, memory, _ = so_far
         return (i < count) & ~memory.ended.all() if end_ids else i < count
 
-    def sample(logits: Float[Array, "1 V"], key: Array, count: Int[Array, ""]) -> Int[Array, ""]:
-        # A lane draws as if it were alone.
-        return choose(logits, jax.random.fold_in(key, count), sampling)[0]
-
     def add_token(so_far: tuple) -> tuple[Int[Array, ""], Memory, Int[Array, "B C"]]:
         i, memory, tokens = so_far
         reads = i < prompt_length
@@ -314,8 +311,8 @@ def read_and_write(
             return jax.lax.dynamic_index_in_dim(tokens, i, axis=1, keepdims=False)
 
         def write() -> Int[Array, " B"]:
-            chosen = jax.vmap(sample)(memory.logits[:, None, :known_ids], keys, memory.count)
-            return jnp.where(reads, read(), chosen)
+            logits, own_keys = memory.logits[:, :known_ids], jax.vmap(fold_in)(keys, memory.count)
+            return jnp.where(reads, read(), choose(logits, own_keys, sampling))
 
         next_tokens = shown = jax.lax.cond(reads.all(), read, write)
         ended = memory.ended
