@@ -114,7 +114,9 @@ def copy(session: Session) -> Any:
     return jax.device_get(session.memory)
 
 
-def written(session: Session, *counts: int, sampling: Sampling, key: jax.Array = KEYS) -> np.ndarray:
+def written(
+    session: Session, *counts: int, sampling: Sampling, key: jax.Array = KEYS
+) -> np.ndarray:
     """Writes texts of `counts` tokens one after the other and returns the ids of every lane."""
     pieces = [piece for count in counts for piece in session.write(count, sampling, key)]
     return np.concatenate(pieces, axis=1)
