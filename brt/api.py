@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, PyTree
@@ -22,7 +22,7 @@ from brt.generation.session import Session
 from brt.interop.huggingface import hub
 from brt.tasks.arguments import Scorer
 from brt.tasks.weights import Tokenizer
-from brt.tasks.writers import Writer, write_options
+from brt.tasks.writers import Prompt, WriteOptions, Writer, write_options
 from brt.training import conversion, evaluations, saved_model
 
 StrPath = str | Path
@@ -104,7 +104,7 @@ class Memory:
     @property
     def tokens(self) -> int:
         """The number of tokens that were read and generated, including BOS."""
-        return int(self.state.count)
+        return int(self.state.count[0])
 
     @property
     def logits(self) -> Float[np.ndarray, " V"]:
@@ -167,14 +167,37 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         return saved_model.tokenizer(self._saved)
 
-    def generate(self, prompt: str = "", **how: Any) -> str:
+    @overload
+    def generate(self, prompt: str = "", **how: Any) -> str: ...
+
+    @overload
+    def generate(self, prompt: Sequence[Prompt], **how: Any) -> list[str]: ...
+
+    def generate(self, prompt: str | Sequence[Prompt] = "", **how: Any) -> str | list[str]:
         """Returns the text that follows the prompt, or a summariser's summary of the prompt.
 
-        The other arguments are those of `stream`, by keyword.
+        For a list of prompts or conversations, it returns a list of texts. A language model
+        continues up to 16 prompts at once (fewer if their memories are large), and each prompt has
+        the text that it has alone. A sampled token depends on the seed and its place in the text,
+        so equal prompts have equal texts. The other arguments are those of `stream`, by keyword.
         """
+        if not isinstance(prompt, str):
+            return list(self.generate_each(prompt, **how))
         return "".join(self.stream(prompt, **how))
 
     summarize = generate
+
+    def generate_each(
+        self, prompts: Sequence[Prompt], *, state: Memory | None = None, **how: Any
+    ) -> Iterator[str]:
+        """Returns an iterator over the texts that `generate` returns for a list of prompts.
+
+        Texts are yielded in the order of the prompts, as soon as a group of prompts that are
+        continued at once is finished. The other arguments are those of `stream`, by keyword.
+        """
+        names = [f"prompts[{i}]" for i in range(len(prompts))]
+        own, options = self._begun(dict(zip(names, prompts, strict=True)), state, **how)
+        return Text(self, self._writer.each(own, options))
 
     def stream(
         self,
@@ -218,26 +241,41 @@ class Model:
           DataError: there is neither a prompt nor a state, or the prompt is not valid text; or
             there is no chat template, or it refuses the conversation.
         """
+        if chat and (prompt or state is not None):
+            raise ConfigError("chat= is a whole conversation; leave the prompt and the state out")
+        (own,), options = self._begun(
+            {"the prompt": chat or prompt}, state, beams=beams, max_tokens=max_tokens, seed=seed,
+            stop=stop, special_tokens=special_tokens, temperature=temperature, top_k=top_k,
+            top_p=top_p,
+        )  # fmt: skip
+        return Text(self, self._writer(own, options))
+
+    def _begun(
+        self, prompts: Mapping[str, Prompt], state: Memory | None, **how: Any
+    ) -> tuple[list[Prompt], WriteOptions]:
+        """Returns the checked values of `prompts`, which have the names of messages, and the
+        checked options `how` of `stream`, after the session has gone back to `state`.
+        """
         if not self._task.generates_text:
             raise self._task.cannot_generate()
-        if (stop or special_tokens or chat) and not self.continues:
+        chats = any(not isinstance(prompt, str) for prompt in prompts.values())
+        if (how.get("stop") or how.get("special_tokens") or chats) and not self.continues:
             raise ConfigError(
                 "stop, special_tokens and chat are for language models; leave them out"
             )
-        if chat and (prompt or state is not None):
-            raise ConfigError("chat= is a whole conversation; leave the prompt and the state out")
-        options = write_options(
-            self.config.sampling, beams=beams, max_tokens=max_tokens, seed=seed, stop=stop,
-            special_tokens=special_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        )._replace(chat=chat)  # fmt: skip
-        prompt = plain_text.checked("the prompt", prompt)
-        if not prompt and not chat and state is None:
-            raise DataError("the prompt is empty; give some text, or a state to continue from")
+        options = write_options(self.config.sampling, **how)
+        checked = [
+            plain_text.checked(name, prompt) if isinstance(prompt, str) else prompt
+            for name, prompt in prompts.items()
+        ]
+        for name, prompt in zip(prompts, checked, strict=True):
+            if not prompt and state is None:
+                raise DataError(f"{name} is empty; give some text, or a state to continue from")
         if state is not None:
             self._resumed(state)
         elif self.continues:
             self._session()
-        return Text(self, self._writer(prompt, options))
+        return checked, options
 
     def read(
         self,

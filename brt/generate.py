@@ -7,17 +7,20 @@ python -m brt.generate --workdir=runs/summaries --prompt_file=report.txt   # set
 python -m brt.generate --workdir=runs/a --prompt='It was' --beams=4
 python -m brt.generate --workdir=runs/a --prompt='Q: Why?' --stop='Q:'
 python -m brt.generate --workdir=runs/a --prompt='Why?' --chat --system='Answer in one sentence.'
+python -m brt.generate --workdir=runs/a --prompts=questions.jsonl > texts.jsonl
 """
 
 import argparse
+import json
 import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from brt import command_line, output
-from brt.data import contents, plain_text
+from brt.data import contents, formats, plain_text
 from brt.data.contents import File
 from brt.errors import ConfigError, DataError
 from brt.untrusted import LARGEST
@@ -27,37 +30,49 @@ HOW = ("max_tokens", "seed", "beams", "temperature", "top_k", "top_p", "stop", "
 
 
 def main(args: argparse.Namespace) -> None:
-    """Prints the prompt and the generated text, piece by piece."""
+    """Prints the prompt and the generated text, piece by piece, or a line of JSON for each of
+    several prompts.
+    """
     if not args.workdir:
         raise ConfigError("--workdir names the model to use; give the directory of a run")
     if args.system and not args.chat:
         raise ConfigError("--system is the system message of a chat; give --chat, too")
-    prompt = _prompt(args.prompt, args.prompt_file, bool(args.load_state) and not args.chat)
+    state = "load_state" if args.load_state else "save_state"
+    if args.prompts and getattr(args, state):
+        raise ConfigError(f"--{state} is for a single text, not for --prompts; leave one out")
+    rows = _rows(args.prompts) if args.prompts else []
+    resumed = bool(args.load_state) and not args.chat
+    prompt = "" if rows else _prompt(args.prompt, args.prompt_file, resumed)
     from brt import api
     from brt.training import saved_model
 
     change = command_line.changing(args)
     model = api.Model(saved_model.open_run(args.workdir, args.step, change))
+    how = {name: getattr(args, name) for name in HOW}
     with command_line.errors_naming({f"{name}=": f"--{name}=" for name in HOW}):
+        if rows:
+            prompts = [row["prompt"] for row in rows]
+            asked = [_chat(args.system, text) for text in prompts] if args.chat else prompts
+            texts = model.generate_each(asked, **how)
+            for row, text in zip(rows, texts, strict=True):
+                output.pass_on(json.dumps({**row, "text": text}) + "\n")
+            return
         if (args.load_state or args.save_state) and not model.continues:
             raise ConfigError(
                 "--load_state and --save_state are for language models; a summariser reads the "
                 "whole document for every summary"
             )
         memory = model.load_memory(args.load_state) if args.load_state else None
-        how = {name: getattr(args, name) for name in HOW}
-        if args.chat:
-            text = model.stream(state=memory, chat=_chat(args.system, prompt), **how)
-        else:
-            text = model.stream(prompt, state=memory, **how)
-        if model.continues and not args.chat:
+        chat = _chat(args.system, prompt) if args.chat else ()
+        pieces = model.stream("" if chat else prompt, state=memory, chat=chat, **how)
+        if model.continues and not chat:
             output.pass_on(prompt)
-        for piece in text:
+        for piece in pieces:
             output.pass_on(piece)
         output.pass_on("\n")
         if args.save_state:
             with output.explained("save_state", args.save_state):
-                text.memory.save(args.save_state)
+                pieces.memory.save(args.save_state)
 
 
 def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
@@ -67,10 +82,8 @@ def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
     empty.
     """
     if file:
-        name = "the standard input" if file == "-" else file
-        data = _stdin() if file == "-" else contents.content(File(name, Path(file)))
-        unpacked = contents.refuse_containers(name, data)
-        prompt = "".join(plain_text.read(name, contents.no_more_than(LARGEST, name, unpacked)))
+        name, data = _opened(file)
+        prompt = "".join(plain_text.read(name, contents.no_more_than(LARGEST, name, data)))
     # Python represents bytes of the command line that the locale cannot decode by these characters.
     elif prompt and re.search("[\udc80-\udcff]", prompt):
         prompt = plain_text.decoded("--prompt", os.fsencode(prompt))
@@ -87,6 +100,40 @@ def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
 def _chat(system: str | None, prompt: str) -> list[dict[str, str]]:
     roles = {"system": plain_text.checked("--system", system or ""), "user": prompt}
     return [{"role": role, "content": text} for role, text in roles.items() if text]
+
+
+def _rows(file: str) -> list[dict[str, Any]]:
+    """Returns the JSON objects of a .jsonl file, or {"prompt": ...} for each line of a text."""
+    name, data = _opened(file)
+    lines = list(contents.lines(name, contents.no_more_than(LARGEST, name, data), LARGEST))
+    if not lines[-1]:
+        lines.pop()  # The last line has an end.
+    is_json = formats.kind(file) in ("json", "jsonl")
+    rows = [_row(f"{name}:{i}", line, is_json) for i, line in enumerate(lines, 1)]
+    if not rows:
+        raise DataError(f"{name} has no prompts; write one into each line")
+    return rows
+
+
+def _row(name: str, line: bytes, is_json: bool) -> dict[str, Any]:
+    if not line.strip():
+        raise DataError(f"{name} is empty; write a prompt into every line")
+    if not is_json:
+        return {"prompt": plain_text.decoded(name, line.removesuffix(b"\r"))}
+    record = contents.parse_json(name, 0, line)
+    if record.problem:
+        raise DataError(f"{name} {record.problem}")
+    row = record.value
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"]:
+        raise DataError(f'{name} has no text as "prompt"; write {{"prompt": "..."}}')
+    return {**row, "prompt": plain_text.checked(name, row["prompt"])}
+
+
+def _opened(file: str) -> tuple[str, Iterator[bytes]]:
+    """Returns the name and the content of a text file, or of the standard input for "-"."""
+    name = "the standard input" if file == "-" else file
+    data = _stdin() if file == "-" else contents.content(File(name, Path(file)))
+    return name, contents.refuse_containers(name, data)
 
 
 def _stdin() -> Iterator[bytes]:
@@ -107,6 +154,11 @@ def parser() -> argparse.ArgumentParser:
         type=command_line.path,
         help="a UTF-8 file of any length (also .gz, .xz, .zst), or - for standard input",
     )
+    text.add_argument(
+        "--prompts", type=command_line.path, metavar="FILE",
+        help='a file with a prompt in each line, or .jsonl with {"prompt": ...} in each line; '
+        'prints each line with its "text" as JSON',
+    )  # fmt: skip
     flags.add_argument(
         "--max_tokens", type=int, help="length of the text; default 500, or Decoding.max_length"
     )

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.random import fold_in
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from brt import durable, untrusted
@@ -47,11 +48,11 @@ class Memory(NamedTuple):
     state: StackState
     # What layers remember of the tokens in the open block, such as keys and values.
     block: StackBlock
-    position: Int[Array, ""]  # number of tokens in the open block, less than its length
+    position: Int[Array, " B"]  # number of tokens in the open block, less than its length
     logits: Float[Array, "B V"]  # of the next token
     # Number of tokens read and written including BOS; folded into random keys, so that each token
     # has a random number of its own.
-    count: Int[Array, ""]  # type: ignore[assignment]  # hides a method of tuple
+    count: Int[Array, " B"]  # type: ignore[assignment]  # hides a method of tuple
     ended: Bool[Array, " B"]  # True for texts that end with a generated token of Model.end_ids
     # The bytes that the text has of an unfinished character, which the next tokens continue; zeros
     # follow them.
@@ -74,9 +75,9 @@ def new_memory(decoder: Decoder, lanes: int, variables: Variables) -> Memory:
     return Memory(
         state=state,
         block=_call(decoder, variables, "begin_block", state),
-        position=jnp.zeros((), jnp.int32),
+        position=jnp.zeros((lanes,), jnp.int32),
         logits=jnp.zeros((lanes, decoder.model.vocab_size), jnp.float32),
-        count=jnp.zeros((), jnp.int32),
+        count=jnp.zeros((lanes,), jnp.int32),
         ended=jnp.zeros((lanes,), bool),
         unfinished=jnp.zeros((lanes, 3), jnp.uint8),
     )
@@ -87,14 +88,18 @@ def unprepared(memory: Memory) -> Memory:
     return memory._replace(block=without_ready(memory.block))
 
 
-def map_lanes(memory: Memory, function: Callable[..., Array]) -> Memory:
-    """Applies `function` to every array that has an axis of lanes, which it gets as `axis`."""
-    own = memory._replace(block=(), position=(), count=())
-    return jax.tree.map(partial(function, axis=0), own)._replace(
-        block=jax.tree.map(partial(function, axis=1), memory.block),
-        position=memory.position,
-        count=memory.count,
+def map_lanes(function: Callable[..., Array], memory: Memory, *others: Memory) -> Memory:
+    """Applies `function` to the arrays of memories, whose axis of lanes it gets as `axis`."""
+    rest = (memory._replace(block=()) for memory in (memory, *others))
+    blocks = (memory.block for memory in (memory, *others))
+    return jax.tree.map(partial(function, axis=0), *rest)._replace(
+        block=jax.tree.map(partial(function, axis=1), *blocks)
     )
+
+
+def joined(*memories: Memory) -> Memory:
+    """Returns a memory that has the lanes of all `memories`."""
+    return map_lanes(lambda *arrays, axis: jnp.concatenate(arrays, axis), *memories)
 
 
 def unfinished_character(data: bytes) -> bytes:
@@ -104,11 +109,18 @@ def unfinished_character(data: bytes) -> bytes:
     return decoder.getstate()[0]
 
 
+def _as_in_file(memory: Memory) -> Memory:
+    # In files, all lanes share one position and one count, because they continue the same text.
+    return memory._replace(position=memory.position[0], count=memory.count[0])
+
+
 def save(memory: Memory, path: Path, identity: Mapping[str, object]) -> None:
-    """Writes a memory to an .npz file, with a description of its model."""
+    """Writes the memory of a text, in one lane or several, to an .npz file, with a description of
+    its model.
+    """
     arrays = {
         f"leaf{i}": np.asarray(leaf, _file_dtype(leaf.dtype))
-        for i, leaf in enumerate(jax.tree.leaves(memory))
+        for i, leaf in enumerate(jax.tree.leaves(_as_in_file(memory)))
     }
     with durable.named_by_user(path) as file:
         described = json.dumps({**identity, "format": _FORMAT})
@@ -120,7 +132,7 @@ def load(path: Path, old: Memory, block_length: int, identity: Mapping[str, obje
 
     A file that is missing or damaged, or whose `identity` differs, raises DataError.
     """
-    leaves, structure = jax.tree.flatten(old)
+    leaves, structure = jax.tree.flatten(_as_in_file(old))
     try:
         with untrusted.npz(path, growth=None) as arrays:
             stored = _described(arrays, len(leaves))
@@ -151,7 +163,8 @@ def load(path: Path, old: Memory, block_length: int, identity: Mapping[str, obje
             f"{path} is no state that --save_state wrote, or it is damaged; name such a file "
             "with --load_state"
         ) from error
-    return memory
+    position, count = (jnp.full_like(old.count, x) for x in (memory.position, memory.count))
+    return memory._replace(position=position, count=count)
 
 
 def _described(arrays: Mapping[str, untrusted.LazyArray], leaves: int) -> list[Any]:
@@ -223,6 +236,18 @@ def end_block(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
     return memory._replace(state=state, block=block, position=jnp.zeros_like(memory.position))
 
 
+def end_lane(
+    decoder: Decoder, variables: Variables, memory: Memory, lane: Int[Array, ""]
+) -> Memory:
+    """Returns a memory that `prepare` has returned, after the full block of one of its lanes."""
+    own = map_lanes(partial(jax.lax.dynamic_slice_in_dim, start_index=lane, slice_size=1), memory)
+    own = prepare(decoder, variables, end_block(decoder, variables, unprepared(own)))
+    return map_lanes(
+        lambda array, new, axis: jax.lax.dynamic_update_slice_in_dim(array, new, lane, axis),
+        memory, own,
+    )  # fmt: skip
+
+
 def prepare(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
     """Returns the memory with the open block also in a form for attention to single tokens."""
     # `read_and_write` needs this form of the keys and values, and keeps it up to date.
@@ -248,27 +273,30 @@ def read_segment(
 def read_and_write(
     decoder: Decoder, known_ids: int, variables: Variables, memory: Memory,
     tokens: Int[Array, "B C"],
-    prompt_length: Int[Array, ""],
+    prompt_length: Int[Array, " B"],
     count: Int[Array, ""],
     key: Array,
     *,
     sampling: Sampling,
 ) -> tuple[Memory, Int[Array, "B C"], Int[Array, ""]]:  # fmt: skip
-    """Reads a prompt, and continues it with sampled tokens, without going beyond the open block.
+    """Reads a prompt in each lane, and continues it with sampled tokens, without going beyond the
+    open block of any lane.
 
     One compiled program reads prompts of any length and samples any number of tokens, because
     `prompt_length` and `count` are arrays.
 
     Args:
       memory: a memory that `prepare` has returned.
-      tokens: the prompt, padded.
-      count: number of tokens of the prompt and of sampled tokens together.
+      tokens: the prompts, padded.
+      count: number of tokens of a prompt and of the sampled tokens after it together.
+      key: the random key of all lanes, or an array [B] of keys.
 
     Returns:
-      The new memory; an array that begins with the prompt and the sampled tokens; and their number,
-        which is smaller than `count` if the texts of all lanes have ended (see `Session.write`).
+      The new memory; an array that begins with the prompts and the sampled tokens; and the number
+        of columns, which is smaller than `count` if the texts of all lanes have ended (see
+        `Session.write`).
     """
-    end_ids = decoder.model.end_ids
+    end_ids, keys = decoder.model.end_ids, jnp.broadcast_to(key, memory.count.shape)
 
     # `so_far` is the number of tokens read or sampled, the memory after them, and all tokens.
     def is_unfinished(so_far: tuple) -> Bool[Array, ""]:
@@ -277,20 +305,21 @@ def read_and_write(
 
     def add_token(so_far: tuple) -> tuple[Int[Array, ""], Memory, Int[Array, "B C"]]:
         i, memory, tokens = so_far
+        reads = i < prompt_length
 
         def read() -> Int[Array, " B"]:
             return jax.lax.dynamic_index_in_dim(tokens, i, axis=1, keepdims=False)
 
         def write() -> Int[Array, " B"]:
-            logits, own_key = memory.logits[:, :known_ids], jax.random.fold_in(key, memory.count)
-            return choose(logits, own_key, sampling)
+            logits, own_keys = memory.logits[:, :known_ids], jax.vmap(fold_in)(keys, memory.count)
+            return jnp.where(reads, read(), choose(logits, own_keys, sampling))
 
-        next_tokens = shown = jax.lax.cond(i < prompt_length, read, write)
+        next_tokens = shown = jax.lax.cond(reads.all(), read, write)
         ended = memory.ended
         if end_ids:
             next_tokens = jnp.where(ended, end_ids[0], next_tokens)
             shown = jnp.where(ended, NO_TOKEN, next_tokens)
-            ended |= (i >= prompt_length) & jnp.isin(next_tokens, jnp.asarray(end_ids))
+            ended |= ~reads & jnp.isin(next_tokens, jnp.asarray(end_ids))
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, shown, i, axis=1)
         memory = advance(decoder, variables, memory, next_tokens)
         return i + 1, memory._replace(ended=ended), tokens

@@ -209,10 +209,14 @@ def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B
 
 
 def choose(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[Array, " B"]:
-    """Returns the next token of each text, sampled; temperature 0 selects the most likely token."""
+    """Returns the next token of each text, sampled; temperature 0 selects the most likely token.
+
+    If `key` is an array of keys, one for each text, a text is sampled as if it were alone.
+    """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return jax.random.categorical(key, restrict(logits, sampling), axis=-1).astype(jnp.int32)
+    draw = jax.vmap(jax.random.categorical) if key.ndim else jax.random.categorical
+    return draw(key, restrict(logits, sampling)).astype(jnp.int32)
 
 
 def sample(

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from brt.config import Config, Decoding, Model, Sampling
 from brt.distributed import rules
 from brt.generation import memory as memories
-from brt.generation.memory import CHUNK, Memory, advance, end_block, map_lanes
+from brt.generation.memory import CHUNK, NO_TOKEN, Memory, advance, end_block, map_lanes
 from brt.generation.search import Hypotheses, TextDecoder, search
 from brt.layers.runs import runs
 from brt.models.decoder import Decoder
@@ -60,10 +60,10 @@ def search_memory(
         return memory.logits[None, :, :known_ids], _Beams(memory, jnp.ones((), bool))
 
     def reorder(beams: _Beams, chosen: Int[Array, "1 N"]) -> _Beams:
-        memory = map_lanes(beams.memory, lambda x, axis: jnp.take(x, chosen[0], axis=axis))
+        memory = map_lanes(lambda x, axis: jnp.take(x, chosen[0], axis=axis), beams.memory)
         return beams._replace(memory=memory)
 
-    wide = map_lanes(memory, partial(jnp.repeat, repeats=decoding.beams))
+    wide = map_lanes(partial(jnp.repeat, repeats=decoding.beams), memory)
     first, *others = decoder.model.end_ids or (_NEVER,)
     ids = SpecialTokens(pad=0, start=0, eos=first, ends=tuple(others))
     return search(
@@ -78,7 +78,7 @@ def _advance_beams(
     """Reads one token of every lane, and ends the block if it is full."""
     memory = advance(decoder, variables, memory, tokens)
     ended = partial(end_block, decoder, variables)
-    is_full = memory.position == decoder.model.block_length
+    is_full = memory.position[0] == decoder.model.block_length  # So are those of all beams.
     return jax.lax.cond(is_full, ended, lambda memory: memory, memory)
 
 
@@ -164,8 +164,9 @@ class Session:
     Args:
       config: config of the run, in which the size of the vocabulary is set.
       bos_id: id of BOS, which is read before the first text.
-      lanes: number of texts that are generated in parallel after the same prompt. With eight and
-        more, a session on a CPU has transposed copies of large kernels, of at most 1 GiB.
+      lanes: number of texts that are generated in parallel, after the same prompt (`write`) or
+        each after its own (`write_each`). With eight and more, a session on a CPU has transposed
+        copies of large kernels, of at most 1 GiB.
       known_ids: number of ids that the tokenizer knows; other ids are never generated. 0 stands for
         the complete vocabulary of the model.
       decode_bytes: function from ids to the bytes of their text, with which the session keeps the
@@ -178,7 +179,7 @@ class Session:
     ) -> None:  # fmt: skip
         decoder = Decoder(config.model, kernels=config.kernels)
         self._config, self._bos_id, self._lanes = config, bos_id, lanes
-        self._decode_bytes = decode_bytes
+        self._decode_bytes, self._known_ids = decode_bytes, known_ids
         known = known_ids or config.model.vocab_size
         self._chunk = memories.chunk_size(config.model)
         compiled = partial(rules.jit, compiler_options=of_inference())
@@ -186,6 +187,7 @@ class Session:
         self._read_chunk = compiled(partial(memories.advance, decoder), donate_argnums=1)
         self._prepare = compiled(partial(memories.prepare, decoder), donate_argnums=1)
         self._end_block = compiled(partial(memories.end_block, decoder), donate_argnums=1)
+        self._end_lane = compiled(partial(memories.end_lane, decoder), donate_argnums=1)
         self._read_and_write = compiled(
             partial(memories.read_and_write, decoder, known),
             static_argnames="sampling",
@@ -194,9 +196,15 @@ class Session:
         self._search = compiled(partial(search_memory, decoder, known), static_argnames="decoding")
         self._new_memory = rules.jit(partial(memories.new_memory, decoder, 1))
         repeat = partial(jnp.repeat, repeats=lanes)
-        self._repeat = rules.jit(lambda memory: memories.map_lanes(memory, repeat))
+        self._repeat = rules.jit(partial(map_lanes, repeat))
+        self._join = rules.jit(memories.joined)
         self._chunk_is_compiled = False
         self.restart(variables)
+
+    def with_lanes(self, lanes: int) -> "Session":
+        """Returns a new session of the same model for `write_each`, which keeps no bytes."""
+        own = {"bos_id": self._bos_id, "known_ids": self._known_ids}
+        return Session(self._config, self._variables, lanes=lanes, **own)
 
     def restart(self, variables: Variables) -> None:
         """Clears the memory, and uses `variables` as the model's learned arrays from now on."""
@@ -222,6 +230,19 @@ class Session:
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
         """Reads the same text in all lanes, after BOS if the session has read nothing."""
+        self._read(tokens, whole=True)
+
+    def read_most(
+        self, tokens: Sequence[int] | Integer[np.ndarray, " T"]
+    ) -> Integer[np.ndarray, " _"]:
+        """Reads a text like `read`, but returns tokens at its end that would be read one by one
+        without reading them. `write_each` reads them.
+        """
+        return self._read(tokens, whole=False)
+
+    def _read(
+        self, tokens: Sequence[int] | Integer[np.ndarray, " T"], *, whole: bool
+    ) -> Integer[np.ndarray, " _"]:
         # Whole segments, blocks or chunks of a block are read at once if possible, other tokens one
         # by one.
         window, length = self._config.model.block_length, self._config.evaluation_segment_length
@@ -229,9 +250,9 @@ class Session:
         if len(tokens):
             self._memory = self._memory._replace(ended=np.zeros(self._memory_lanes, bool))
             self._keep_unfinished(tokens[None])
-        if self.memory.count == 0 and tokens[:1].tolist() != [self._bos_id]:
+        if self._is_new and tokens[:1].tolist() != [self._bos_id]:
             tokens = np.concatenate([np.array([self._bos_id], np.int32), tokens])
-        start, position, separate = 0, int(self.memory.position), self._separate
+        start, position, separate = 0, int(self.memory.position[0]), self._separate
         while start < len(tokens):
             unread = len(tokens) - start
             if position == 0 and unread >= window:
@@ -243,14 +264,22 @@ class Session:
                 piece = np.tile(tokens[start : start + size], (self._memory_lanes, 1))
                 self.memory = self._read_chunk(separate, self.memory, piece)
                 self._chunk_is_compiled = True
-                position = self._end_if_full(position + size)
-            else:
-                size = min(unread, CHUNK - position % CHUNK, window - position)
-                self._step(
-                    separate, tokens[start : start + size], size, self._config.sampling, _NO_KEY()
-                )
                 position = (position + size) % window
+                if position == 0:
+                    self._end_full_blocks()
+            elif whole or position % self._chunk:
+                size = min(unread, CHUNK - position % CHUNK, window - position)
+                prompts = [tokens[start : start + size]] * self._memory_lanes
+                self._step(separate, prompts, size, self._config.sampling, _NO_KEY())
+                position = (position + size) % window
+            else:
+                break
             start += size
+        return tokens[start:]
+
+    @property
+    def _is_new(self) -> bool:
+        return int(self._memory.count[0]) == 0
 
     @property
     def _separate(self) -> Variables:
@@ -283,20 +312,60 @@ class Session:
         """Generates at most `count` tokens in all lanes, and yields them in pieces.
 
         The random number of a token depends only on `key` and on the token's position in the text.
-        Two calls for 10 tokens with the same key therefore generate the same text as one call for
+        All lanes draw with the same key, unless `key` is an array of keys, one for each lane. Two
+        calls for 10 tokens with the same key therefore generate the same text as one call for
         20 tokens. A text ends early after a token of Model.end_ids, also for later calls, until
         `read` continues it. While texts of other lanes go on, `NO_TOKEN` stands after its end.
         """
-        if self.memory.count == 0:
+        if self._is_new:
             self.read([])
         self._spread()
-        separate = self._separate
+        separate, prompts = self._separate, [np.zeros(0, np.int32)] * self._lanes
         while count > 0 and not self.has_ended:
-            size = min(count, CHUNK, self._config.model.block_length - int(self.memory.position))
-            piece = self._step(separate, np.zeros(0, np.int32), size, sampling, key)
+            size = min(count, self._room)
+            piece = self._step(separate, prompts, size, sampling, key)
             self._keep_unfinished(piece)
             yield piece
             count -= size
+
+    def write_each(
+        self, texts: Sequence[tuple[Memory, Integer[np.ndarray, " _"]]], count: int,
+        sampling: Sampling, key: Array,
+    ) -> Iterator[list[Int[np.ndarray, " _"]]]:  # fmt: skip
+        """Continues texts, each in a lane of its own, and yields the new tokens of each in pieces.
+
+        A text is a memory of one lane and tokens that follow it, which are read first. There may be
+        fewer texts than lanes. Otherwise, this is `write`, where each text has the random numbers
+        that it has alone. The caller may end texts between pieces (`end`).
+        """
+        empty = [(texts[-1][0], np.zeros(0, np.int32))] * (self._lanes - len(texts))
+        joined, prompts = zip(*texts, *empty, strict=True)
+        self.memory, unread, separate = self._join(*joined), list(prompts), self._separate
+        left = np.where(np.arange(self._lanes) < len(texts), count, 0)
+        while not self.end(left <= 0):
+            ended = np.asarray(self._memory.ended)
+            needed = left + np.array(list(map(len, unread)))
+            size = min(int(needed[~ended].max()), self._room)
+            rows = self._step(separate, [ids[:size] for ids in unread], size, sampling, key)
+            pieces = [row[len(ids) :] for row, ids in zip(rows, unread, strict=True)]
+            unread = [ids[size:] for ids in unread]
+            pieces = [
+                piece[piece != NO_TOKEN][: 0 if over else most]
+                for piece, over, most in zip(pieces, ended, left, strict=True)
+            ]
+            left -= np.array(list(map(len, pieces)))
+            yield pieces[: len(texts)]
+
+    def end(self, lanes: Bool[np.ndarray, " B"]) -> bool:
+        """Ends the texts of `lanes`; returns True if all texts have ended."""
+        self._memory = self._memory._replace(ended=np.asarray(self._memory.ended) | lanes)
+        return self.has_ended
+
+    @property
+    def _room(self) -> int:
+        """The most tokens that all lanes can read or write in one call."""
+        used = int(np.asarray(self._memory.position).max())
+        return min(CHUNK, self._config.model.block_length - used)
 
     @property
     def has_ended(self) -> bool:
@@ -318,29 +387,32 @@ class Session:
         self._memory = self._memory._replace(unfinished=kept)
 
     def _step(
-        self, separate: Variables, prompt: Int[np.ndarray, " T"], count: int, sampling: Sampling,
-        key: Array,
+        self, separate: Variables, prompts: Sequence[Integer[np.ndarray, " _"]], count: int,
+        sampling: Sampling, key: Array,
     ) -> Int[np.ndarray, "B C"]:  # fmt: skip
-        """Reads a prompt in all lanes, and samples until there are `count` tokens or all end."""
-        # The tokens must fit into the open block.
-        tokens = np.zeros((self._memory_lanes, CHUNK), np.int32)
-        tokens[:, : len(prompt)] = prompt
-        counts = np.int32(len(prompt)), np.int32(count)
+        """Reads a prompt in each lane, and samples until there are `count` tokens or all end."""
+        # The tokens must fit into the open blocks.
+        tokens = np.zeros((len(prompts), CHUNK), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        counts = np.array(list(map(len, prompts)), np.int32), np.int32(count)
         if not self._is_prepared:
             self._memory = self._prepare(self._variables, self._memory)
             self._is_prepared = True
         self._memory, read, length = self._read_and_write(
             separate, self._memory, tokens, *counts, key, sampling=sampling
         )
-        self._end_if_full(int(self.memory.position))
+        self._end_full_blocks()
         return np.asarray(read)[:, : int(length)]
 
-    def _end_if_full(self, position: int) -> int:
-        """Ends the open block if it is full; returns the new number of tokens in it."""
-        if position < self._config.model.block_length:
-            return position
-        self.memory = self._end_block(self._variables, self.memory)
-        return 0
+    def _end_full_blocks(self) -> None:
+        """Ends the open blocks that are full; if not all are, they are prepared (`_step`)."""
+        full = np.asarray(self._memory.position) == self._config.model.block_length
+        if full.all():
+            self.memory = self._end_block(self._variables, self.memory)
+            return
+        for lane in np.flatnonzero(full):
+            self._memory = self._end_lane(self._variables, self._memory, np.int32(lane))
 
     def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
         """Continues the text of a single lane by beam search, and reads and returns the new tokens.
@@ -350,7 +422,7 @@ class Session:
         """
         if self.has_ended:
             return np.zeros(0, np.int32)
-        if self.memory.count == 0:
+        if self._is_new:
             self.read([])
         best = self._search(self._separate, self.memory, decoding=decoding)
         tokens = np.asarray(best.sequences[0, 0, 1 : int(best.lengths[0, 0])])

@@ -303,7 +303,7 @@ class TransformerBlock(nn.Module):
             queries = self.scaled_queries(queries, "cross_scale")
         return attend(queries, *memory, scale=scale, implementation=self.kernels.softmax_attention)
 
-    def prepared(self, block: OpenBlock, position: Int[Array, ""]) -> OpenBlock:
+    def prepared(self, block: OpenBlock, position: Int[Array, " B"]) -> OpenBlock:
         """Sets `ready` of an open block of which `position` tokens have been read."""
         places = ring_places(self.model.window, position)
         keys = rotated_at(self.model, self.normalized_keys(block.keys), places)
@@ -331,13 +331,13 @@ class TransformerBlock(nn.Module):
         m, block, position = self.model, given.block, given.position
         window, own = cache_of(given.state), projections or self.project(x)
         ring = block.ready or self.prepared(block, position).ready
-        here = position + jnp.arange(x.shape[1])
+        here = position[:, None] + jnp.arange(x.shape[1])[None]
         scaled, unit = self.scaled_queries(own.queries), self.normalized_keys(own.keys)
         queries, keys = (rotated_at(m, z, here) for z in (scaled, unit))
         places = None
         if isinstance(window, LocalState):
             read = window.length * m.sliding.cache + position
-            places = window.length[:, None] + here[None]
+            places = window.length[:, None] + here
         else:
             read = cache_is_readable(m, window) * m.window + position
         part = ring_attention(

@@ -225,7 +225,7 @@ def updated_sinks(sinks: Sinks, tokens: TokenProjections, places: Int[Array, "B 
 
 
 def rotated_at(
-    model: Model, x: Float[Array, "B T H K"], places: Int[Array, " T"]
+    model: Model, x: Float[Array, "B T H K"], places: Int[Array, "B T"]
 ) -> Float[Array, "B T H K"]:
     """Rotates queries or keys of tokens of an open block and of its window.
 

@@ -170,7 +170,7 @@ class Stack(nn.Module):
         )
 
     def prepare_block(
-        self, block: StackBlock, position: Int[Array, ""], model_state: ModelState
+        self, block: StackBlock, position: Int[Array, " B"], model_state: ModelState
     ) -> StackBlock:
         def prepared(run: int, opened: Any) -> Any:
             if not hasattr(self.run_specs[run].layer_kind.module, "prepare_block"):
@@ -185,7 +185,7 @@ class Stack(nn.Module):
         x: Float[Array, "B T D"],
         state: StackState,
         block: StackBlock,
-        position: Int[Array, ""],
+        position: Int[Array, " B"],
         model_state: ModelState,
     ) -> tuple[Float[Array, "B T D"], StackBlock]:
         feedback = _feedback(block[self.feedback_source]) if self.model.feedback else None

@@ -134,7 +134,7 @@ class Given(NamedTuple):
     # read before such a block. For `begin_block`, it is None, because a generated document starts
     # with a new state; only a kind that recurs gets [B] there, in models with `Model.feedback`.
     document_start: Bool[Array, "B N"] = _MISSING
-    position: Int[Array, ""] = _MISSING  # The place of the token in its block, int32.
+    position: Int[Array, " B"] = _MISSING  # The place of each row's token in its block, int32.
     # The keys and values [B, N, S, H, K] of the highest recurrent layer's states, to which all
     # layers attend if `Model.feedback` is set; otherwise None.
     feedback: StateKV | None = None
@@ -217,11 +217,12 @@ class NewEntries(NamedTuple):
     Attributes:
       entries: an array with the shape and dtype of the array of the open block, except for one
         axis, on which it has only the new entries.
-      index: the index of the first entry on this axis; the entries must end within the array.
+      index: the index of each row's first entry on this axis; the entries must end within the
+        array.
     """
 
     entries: Array
-    index: Int[Array, "..."]  # type: ignore[assignment]  # hides a method of tuple
+    index: Int[Array, "*L B"]  # type: ignore[assignment]  # hides a method of tuple
 
 
 def _is_new_entries(x: Any) -> bool:
@@ -241,16 +242,32 @@ def written(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Array]:
         axis = next((i for i, (own, whole) in enumerate(sizes) if own != whole), None)
         if axis is None:
             return new.entries
-        index = new.index.reshape(-1)[0]
-        return jax.lax.dynamic_update_slice_in_dim(array, new.entries, index, axis=axis)
+        rows = new.index.ndim - 1
+        index = new.index.reshape(-1, array.shape[rows])[0]
+        return _with_entries(array, new.entries, index, rows=rows, axis=axis)
 
     return jax.tree.map(write, update, block, is_leaf=_is_new_entries)
 
 
-def with_token(block: PyTree[Array], new: PyTree[Array], position: Int[Array, ""]) -> PyTree[Array]:
+def _with_entries(
+    array: Array, new: Array, index: Int[Array, " B"], *, rows: int, axis: int
+) -> Array:
+    """Writes `new` into an array, for each row at a place of its own on `axis`. The axis of rows
+    is `rows`.
+    """
+    for row, own in enumerate(jnp.split(new, len(index), axis=rows)):
+        start = [jnp.zeros((), index.dtype)] * array.ndim
+        start[rows], start[axis] = jnp.asarray(row, index.dtype), index[row]
+        array = jax.lax.dynamic_update_slice(array, own, start)
+    return array
+
+
+def with_token(
+    block: PyTree[Array], new: PyTree[Array], position: Int[Array, " B"]
+) -> PyTree[Array]:
     """Returns arrays [B, W, ...] of an open block after a token, [B, 1, ...], at `position`."""
     return jax.tree.map(
-        lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, position, axis=1), block, new
+        lambda old, new: _with_entries(old, new, position, rows=0, axis=1), block, new
     )
 
 

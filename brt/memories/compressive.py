@@ -196,7 +196,7 @@ class CompressiveLayer(WindowLayer):
             StateKV(self.tokens.normalized_keys(keys), values),
         )
         beyond = jnp.arange(m.window)[:, None] >= jnp.arange(m.window)[None] + self._nearest()
-        mix = self._mix(slots, tokens, length[:, :-1], past.cache_mask, beyond)
+        mix = self._mix(slots, tokens, length[:, :-1], past.cache_mask, beyond[None])
         y = self.tokens.attend(projections, past, given.feedback, mix)
         after = self._after(window, inputs[:, -m.window :], vectors, length[:, -1])
         queries = self.tokens.scaled_queries(projections.queries)
@@ -229,15 +229,15 @@ class CompressiveLayer(WindowLayer):
         before: StateKV,
         length: Int[Array, "B N"],
         cache_mask: Bool[Array, "B N"],
-        beyond: Bool[Array, "Q W"],
+        beyond: Bool[Array, "R Q W"],
     ) -> Mix:
         # The arguments are the slots, the previous block, the number of slots that each block can
         # read, whether it may read the previous block, and which of its keys have left the window
-        # of a token.
+        # of a token; the latter is the same for all rows if R is 1.
         size = self.section.slots
         valid = jnp.arange(size)[None, None] >= size - length[..., None]
-        valid = jnp.broadcast_to(valid[:, :, None], (*length.shape, len(beyond), size))
-        seen = jnp.concatenate([valid, beyond[None, None] & cache_mask[..., None, None]], axis=-1)
+        valid = jnp.broadcast_to(valid[:, :, None], (*length.shape, beyond.shape[1], size))
+        seen = jnp.concatenate([valid, beyond[:, None] & cache_mask[..., None, None]], axis=-1)
         keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(slots, before, strict=True))
 
         keys, values = (x.swapaxes(2, 3) for x in (keys, values))
@@ -280,7 +280,8 @@ class CompressiveLayer(WindowLayer):
         before = StateKV(self.tokens.normalized_keys(window.keys), window.values)
         slots, before = jax.tree.map(lambda part: part[:, None], (given.block.memory.slots, before))
         cache_mask = cache_is_readable(self.model, window)
-        beyond = (given.position >= jnp.arange(self.model.window) + self._nearest())[None]
+        left = jnp.arange(self.model.window) + self._nearest()
+        beyond = given.position[:, None, None] >= left[None, None]
         length = jnp.where(cache_mask, given.state.length, 0)
         return self._mix(slots, before, length[:, None], cache_mask[:, None], beyond)
 

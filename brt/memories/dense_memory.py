@@ -166,7 +166,8 @@ class DenseMemoryLayer(nn.Module):
             n: Int[Array, ""], own: Array, seen: list[Array], dropout: Dropout | None
         ) -> Array:
             length = jnp.take(lengths, n, axis=1)
-            return self._read(own, StateKV(*seen), length, jnp.arange(m.window), dropout)
+            places = jnp.arange(m.window)[None]
+            return self._read(own, StateKV(*seen), length, places, dropout)
 
         read = attend_by_block(
             attend_in_block, constrain(queries, *_BY_QUERY_HEAD), past, start.shape[1],
@@ -185,11 +186,11 @@ class DenseMemoryLayer(nn.Module):
         queries: Float[Array, "B Q H K"],
         seen: StateKV,
         length: Int[Array, " B"],
-        places: Int[Array, " Q"],
+        places: Int[Array, "R Q"],
         dropout: Dropout | None = None,
     ) -> Float[Array, "B Q H K"]:
         # Attends from the tokens at `places` of a block; `seen` holds the memory and then the
-        # block.
+        # block. All rows have the same places if R is 1.
         m, size = self.model, self.model.of(DenseMemory).size
         columns = jnp.arange(seen.keys.shape[1])[None]
         valid = (columns >= size) | (columns >= size - length[:, None])
@@ -200,7 +201,7 @@ class DenseMemoryLayer(nn.Module):
             seen = StateKV(*(jnp.where(kept, z, 0) for z in seen))
             valid = jnp.ones_like(valid)
         last = places + size - (0 if m.sliding.attend_to_self else 1)
-        mask = valid[:, None] & (columns <= last[:, None])[None]
+        mask = valid[:, None] & (columns[None] <= last[..., None])
         keys, values = (spread_over_devices(z, m.heads, _BY_QUERY_HEAD) for z in seen)
         part = attend_part(
             queries, keys, values, mask, dropout, implementation=self.kernels.masked_attention
@@ -223,7 +224,7 @@ class DenseMemoryLayer(nn.Module):
         queries, own = self._projected(x)
         block = with_token(given.block, own, given.position)
         seen = _followed_by(given.state, block)
-        read = self._read(queries, seen, given.state.length, given.position[None])
+        read = self._read(queries, seen, given.state.length, given.position[:, None])
         return LayerOutput(self.tokens.finish(x, [read]), block)
 
     def end_block(self, x: None, given: Given) -> LayerOutput:
@@ -277,7 +278,7 @@ class GatedMemoryLayer(PastTokensLayer):
         m, size = self.model, self.model.of(DenseMemory).size
         columns = jnp.arange(size)
         farthest = m.window - 1 if m.sliding.attend_to_self else m.window
-        beyond = (readers.places[:, None] + size - columns[None]) > farthest
+        beyond = (readers.places[..., None] + size - columns[None, None]) > farthest
 
         def attend_in_block(
             n: Int[Array, ""], own: Array, seen: list[Array], dropout: Dropout | None
@@ -285,7 +286,7 @@ class GatedMemoryLayer(PastTokensLayer):
             keys, values = (part.swapaxes(1, 2) for part in seen)
             valid = columns[None] >= size - jnp.take(readers.counts, n, axis=1)[:, None]
             return attend_part(
-                own, keys, values, valid[:, None] & beyond[None], dropout,
+                own, keys, values, valid[:, None] & beyond, dropout,
                 implementation=self.kernels.masked_attention,
             )  # fmt: skip
 

@@ -177,8 +177,8 @@ class Readers(NamedTuple):
     # The number of tokens of the memory that each block may read: the last tokens before the block.
     counts: Int[Array, "B N"]
     # The positions of the reading tokens within every block: all positions of a block for a
-    # segment, or one position for a single token.
-    places: Int[Array, " Q"]
+    # segment (R = 1), or one position for the single token of each row (R = B).
+    places: Int[Array, "R Q"]
 
 
 class PastTokensLayer(WindowLayer):
@@ -222,7 +222,7 @@ class PastTokensLayer(WindowLayer):
 
     def _mix(
         self, past: MemoryAndSegment, counts: Int[Array, "B N"], before: Int[Array, "B N"] | None,
-        places: Int[Array, " Q"],
+        places: Int[Array, "R Q"],
     ) -> Mix:  # fmt: skip
         # Tokens always read the sinks together with their window, so the sinks are not read from
         # the memory, too. `before` has the number of tokens of the document before each block.
@@ -266,7 +266,7 @@ class PastTokensLayer(WindowLayer):
         before = None
         if cached.first is not None:
             before = document_places(cached, x.shape[1])[:, :: m.block_length]
-        mix = self._mix(past, counts[:, :-1], before, jnp.arange(m.block_length))
+        mix = self._mix(past, counts[:, :-1], before, jnp.arange(m.block_length)[None])
         y = self.tokens.attend(projections, cached, given.feedback, mix)
         return LayerOutput(y, state_after_segment(past, counts[:, -1], window, size=size))
 
@@ -274,7 +274,7 @@ class PastTokensLayer(WindowLayer):
         state, window = given.state, given.state.window
         before = window.length[:, None] if isinstance(window, LocalState) else None
         past = MemoryAndSegment(state.keys, state.values)
-        return self._mix(past, state.length[:, None], before, given.position[None])
+        return self._mix(past, state.length[:, None], before, given.position[:, None])
 
     def end_block(self, x: None, given: Given) -> LayerOutput:
         """Makes the block the cache; its tokens also enter the memory."""

@@ -361,7 +361,7 @@ def routed_attention_step(
     cluster: Int[Array, "B H"],
     block: RoutedTokens,
     rings: Rings,
-    position: Int[Array, ""],
+    position: Int[Array, " B"],
     bias: Float[Array, "H R"],
     *,
     attend_to_self: bool = True,
@@ -376,7 +376,8 @@ def routed_attention_step(
         jnp.take_along_axis(x, chosen, axis=2)[:, :, 0] for x in (rings.keys, rings.values)
     )
     filled = jnp.take_along_axis(rings.filled, cluster[..., None], axis=2)
-    same = (block.clusters.swapaxes(1, 2) == cluster[..., None]) & (place <= position)[None, None]
+    read = (place[None] <= position[:, None])[:, None]
+    same = (block.clusters.swapaxes(1, 2) == cluster[..., None]) & read
     count = jnp.sum(same, axis=-1, keepdims=True)
     back_in_block = count - jnp.cumsum(same, axis=-1)
     back_in_ring = count + jnp.arange(bias_length)[None, None, ::-1]

@@ -383,10 +383,16 @@ class SummaryLayer(nn.Module):
         bias = self._row()
         if bias is not None:
             columns = self.section.short_memory + self.model.window
-            distance = self._distance(position[None])[0, :columns]
-            bias = jnp.take(bias, jnp.maximum(distance, 0), axis=1)[:, None]
+            distance = self._distance(position)[:, :columns]
+            bias = jnp.moveaxis(jnp.take(bias, jnp.maximum(distance, 0), axis=1), 1, 0)[:, :, None]
+
+        # Every row has its own place, and therefore its own biases.
+        def attend_row(given: tuple, bias: Array | None, place: Array) -> Float[Array, "1 H K"]:
+            queries, own, short, memories = jax.tree.map(lambda x: x[None], given)
+            return self._attend(queries, own, short, memories, bias, place)[0]
+
         memories = Memories(given.state, block.long)
-        y = self._attend(queries, own, block.short, memories, bias, position)
+        y = jax.vmap(attend_row)((queries, own, block.short, memories), bias, position)
         y = self.tokens.finish(x, [y])
         outputs = with_token(block.outputs, y, position)
         block = block._replace(keys=own.keys, values=own.values, outputs=outputs)

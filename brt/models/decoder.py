@@ -85,15 +85,19 @@ class Decoder(nn.Module):
             )  # fmt: skip
 
     def embed(
-        self, tokens: Int[Array, "B T"], position: Int[Array, ""] | int = 0
+        self, tokens: Int[Array, "B T"], position: Int[Array, " B"] | None = None
     ) -> Float[Array, "B T D"]:
-        """Returns the embeddings of tokens, the first of which is at `position` in its block."""
+        """Returns the embeddings of tokens, the first of which is at `position` in its block; None
+        is the start of the block.
+        """
         x = lookup(self.embedding, tokens, compute_dtype(self.model), "vocab")
         factor = self.model.embedding.factor
         x = x if factor == 1 else x * jnp.asarray(factor, x.dtype)
         if self.model.positions == "learned":
-            places = (position + jnp.arange(tokens.shape[1])) % self.model.block_length
-            x += jnp.take(self.positions, places, axis=0).astype(x.dtype)[None]
+            places = jnp.arange(tokens.shape[1])[None]
+            places = places if position is None else position[:, None] + places
+            places %= self.model.block_length
+            x += jnp.take(self.positions, places, axis=0).astype(x.dtype)
         return x
 
     def _hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -116,7 +120,7 @@ class Decoder(nn.Module):
         return self.stack.begin_block(state, model_state or {})
 
     def prepare_block(
-        self, block: StackBlock, position: Int[Array, ""], model_state: ModelState | None = None
+        self, block: StackBlock, position: Int[Array, " B"], model_state: ModelState | None = None
     ) -> StackBlock:
         """Prepares open blocks, of which `position` tokens have been read, for several calls of
         `decode_step`; `brt.layers.state.without_ready` removes the data.
@@ -128,7 +132,7 @@ class Decoder(nn.Module):
         tokens: Int[Array, " B"] | Int[Array, "B T"],
         state: StackState,
         block: StackBlock,
-        position: Int[Array, ""],
+        position: Int[Array, " B"],
         model_state: ModelState | None = None,
     ) -> tuple[Float[Array, "B V"], StackBlock]:
         """Reads one token of every row of the batch, or T tokens of a block, the first at

@@ -92,8 +92,8 @@ class _Reader:
             if position == 0:
                 block = self._apply(state, self._model_state, method="begin_block")
             next_logits, block = self._apply(
-                tokens[:, place : place + at_once], state, block, jnp.asarray(position, jnp.int32),
-                self._model_state, method="decode_step",
+                tokens[:, place : place + at_once], state, block,
+                np.full(_LANES, position, np.int32), self._model_state, method="decode_step",
             )  # fmt: skip
             found.append(next_logits)
             if position == self.model.block_length - at_once:

@@ -2,13 +2,16 @@
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from brt.config import Sampling
 from brt.data import plain_text
 from brt.errors import ConfigError
 from brt.generation.session import Session
+
+# A text, or a conversation, which the chat template of the tokenizer makes a text.
+Prompt = str | Sequence[Mapping[str, Any]]
 
 
 class WriteOptions(NamedTuple):
@@ -21,12 +24,11 @@ class WriteOptions(NamedTuple):
     stop: tuple[str, ...] = ()  # texts before the first of which the text ends
     # True reads the names of special tokens in the prompt as these tokens.
     special_tokens: bool = False
-    chat: Any = ()  # a conversation, which the tokenizer's chat template makes the prompt
 
 
 def write_options(
-    sampling: Sampling, *, beams: int | None, max_tokens: int | None, seed: int,
-    stop: str | Sequence[str], special_tokens: bool, **drawn: float | None,
+    sampling: Sampling, *, beams: int | None = None, max_tokens: int | None = None, seed: int = 0,
+    stop: str | Sequence[str] = (), special_tokens: bool = False, **drawn: float | None,
 ) -> WriteOptions:  # fmt: skip
     """Returns the options of a text that a user asks for, as described in `WriteOptions`.
 
@@ -62,8 +64,14 @@ class Writer(abc.ABC):
     session: Session | None = None
 
     @abc.abstractmethod
-    def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
+    def __call__(self, prompt: Prompt, options: WriteOptions) -> Iterator[str]:
         """Yields the text that continues a prompt, or that summarises it, piece by piece."""
+
+    def each(self, prompts: Sequence[Prompt], options: WriteOptions) -> Iterator[str]:
+        """Yields the whole text of each prompt, in the order of the prompts. It is the same text as
+        if the prompt were alone.
+        """
+        return ("".join(self(prompt, options)) for prompt in prompts)
 
 
 class StopFilter:

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from brt import api, generate
 from brt.config import Config, Training
 from brt.data.tokenizers import ByteTokenizer
-from brt.errors import DataError
+from brt.errors import ConfigError, DataError
 from brt.training.saved_model import SavedModel
 from brt.training.workdir import Workdir
 
@@ -54,6 +55,43 @@ def test_what_is_no_text_is_refused(read: Ways) -> None:
     for content, message in BAD.items():
         with pytest.raises(DataError, match=message):
             read(content)
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n"])
+def test_each_line_is_a_prompt(tmp_path: Path, ending: bytes) -> None:
+    path, packed = tmp_path / "p.txt", tmp_path / "p.jsonl.gz"
+    path.write_bytes(b"\xef\xbb\xbfa b \r\n {}" + ending)
+    assert generate._rows(str(path)) == [{"prompt": "a b "}, {"prompt": " {}"}]
+    rows = [{"id": 7, "prompt": "a\nb"}, {"prompt": "\u20ac", "more": [None]}]
+    packed.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode() + ending))
+    assert generate._rows(str(packed)) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("p.txt", b"a\n\nb", r"p\.txt:2 is empty; write a prompt into every line"),
+        ("p.txt", b"", r"p\.txt has no prompts"),
+        ("p.txt", b"a\ncaf\xe9", r"p\.txt:2 is not UTF-8 at byte 3"),
+        ("p.jsonl", b'{"prompt": "a"}\n{"prompt"}', r"p\.jsonl:2 is not JSON: Expecting"),
+        ("p.jsonl", b'{"text": "a"}', r'p\.jsonl:1 has no text as "prompt"; write'),
+        ("p.jsonl", b'{"prompt": "a"}\n["b"]', r'p\.jsonl:2 has no text as "prompt"; write'),
+        ("p.jsonl", b'{"prompt": "\\ud800"}', r"p\.jsonl:1 has half a surrogate pair"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        generate._rows(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("flag", ["load_state", "save_state"])
+def test_several_prompts_have_no_state(flag: str, tmp_path: Path) -> None:
+    flags = ["--workdir=run", "--prompts=p.txt", f"--{flag}={tmp_path}/s.npz"]
+    with pytest.raises(ConfigError, match=f"^--{flag} is for a single text, not for --prompts"):
+        generate.main(generate.parser().parse_args(flags))
 
 
 def test_a_prompt_on_the_command_line() -> None:

@@ -69,6 +69,22 @@ def test_a_memory_of_a_command_is_one_of_python(
     assert whole.out == "the rain" + written + done.out
 
 
+@pytest.mark.slow
+def test_prompts_of_a_file_have_the_texts_of_python(
+    model: brt.Model, commands: Commands, trained: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": BOOK, "id": 1}, {"prompt": "the rain"}, {"prompt": "x" * 40, "id": 3}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how = {"max_tokens": 30, "temperature": 1.0, "seed": 2}
+    flags = [f"--{name}={value}" for name, value in how.items()]
+    done = commands.run("generate", f"--workdir={trained}", f"--prompts={tmp_path}/p.jsonl", *flags)
+    expected = [{**row, "text": model.generate(row["prompt"], **how)} for row in rows]
+    assert [json.loads(line) for line in done.out.split("\n")[:-1]] == expected
+    assert model.generate([row["prompt"] for row in rows], **how) == [
+        row["text"] for row in expected
+    ]
+
+
 def test_bits_of_a_document_are_those_of_evaluation(model: brt.Model) -> None:
     figures = model.evaluate("validation")
     documents = sorted(Path(model.config.data.validation[0]).iterdir())

@@ -12,7 +12,7 @@ from tiny_decoder import write_chain
 import brt
 from brt.api import Model
 from brt.config import Sampling
-from brt.errors import ConfigError
+from brt.errors import ConfigError, DataError
 from brt.generation.memory import NO_TOKEN
 from brt.generation.session import Session
 
@@ -100,6 +100,42 @@ def test_a_text_ends_before_a_stop_string_and_so_does_its_memory(
         read = np.array(ids(model, *"xdot", "Ġ", "Ã", "©", "<|im_start|>")[: after.tokens - 1])
         assert model.tokenizer.decode_bytes(read).decode() == "x" + expected
         np.testing.assert_allclose(after.logits, model.read(read).logits, atol=1e-4)
+
+
+@pytest.mark.slow_cases("*beams*", "*temperature': 9*")
+@pytest.mark.parametrize(
+    "how",
+    [
+        GREEDY, GREEDY | {"stop": ["ot é", "t"]}, GREEDY | {"max_tokens": 2}, {"beams": 2},
+        {"temperature": 9.0, "seed": 3, "top_p": 0.9},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_texts_of_several_prompts_are_those_of_each_alone(
+    model: Model, how: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The five prompts are three groups of at most two, of which the last has a prompt less."""
+    monkeypatch.setattr("brt.tasks.language_modeling.writer.LANES", 2)
+    prompts, how = ["x", "d", "yo " * 30 + "o", "Ã", "t"], {"max_tokens": 30} | how
+    alone = [model.generate(prompt, **how) for prompt in prompts]
+    assert model.generate(prompts, **how) == alone
+    if how == {"max_tokens": 30} | GREEDY:
+        assert alone == [TEXT, "ot éa", "t éa", TEXT, " éa"]
+
+
+def test_several_prompts_follow_the_same_state(model: Model) -> None:
+    state = model.read(np.array(ids(model, "x", "Ã")))
+    prompts = ["d", "o"]
+    alone = [model.generate(prompt, state=state, max_tokens=2, **GREEDY) for prompt in prompts]
+    assert model.generate(prompts, state=state, max_tokens=2, **GREEDY) == alone == ["ot", "t "]
+    assert model.generate([]) == []
+    texts = model.generate_each(prompts, max_tokens=2, **GREEDY)
+    assert next(texts) == "ot"
+    model.read("x")
+    with pytest.raises(ConfigError, match="read or generated another text meanwhile"):
+        next(texts)
+    with pytest.raises(DataError, match=r"^prompts\[1\] is empty; give some text"):
+        model.generate(["x", ""])
 
 
 def test_special_tokens_are_read_from_prompts_on_request_only(model: Model) -> None:

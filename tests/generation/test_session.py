@@ -33,7 +33,7 @@ MODELS["recurrent"] = dataclasses.replace(MODELS["recurrent"], layers=1)
 MODELS["bfloat16"] = dataclasses.replace(MODELS["recurrent"], dtype="bfloat16")
 TEXT = np.random.default_rng(0).integers(1, VOCABULARY, 29).tolist()  # 7.5 blocks with BOS
 IDENTITY = {"model": "a", "step": 3}
-KEY = jax.random.key(1)
+KEYS = jax.random.split(jax.random.key(1), 2)
 RANDOM, GREEDY = Sampling(), Sampling(temperature=0.0)
 
 
@@ -114,7 +114,9 @@ def copy(session: Session) -> Any:
     return jax.device_get(session.memory)
 
 
-def written(session: Session, *counts: int, sampling: Sampling, key: jax.Array = KEY) -> np.ndarray:
+def written(
+    session: Session, *counts: int, sampling: Sampling, key: jax.Array = KEYS
+) -> np.ndarray:
     """Writes texts of `counts` tokens one after the other and returns the ids of every lane."""
     pieces = [piece for count in counts for piece in session.write(count, sampling, key)]
     return np.concatenate(pieces, axis=1)
@@ -195,7 +197,7 @@ def test_the_memory_does_not_grow(build: Callable[[str], Case], name: str, token
     before = shapes()
     assert written(session, tokens - 1, sampling=RANDOM).shape == (LANES, tokens - 1)
     assert shapes() == before
-    assert int(session.memory.count) == 1 + len(TEXT) + tokens
+    assert int(session.memory.count[0]) == 1 + len(TEXT) + tokens
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(copy(session)))
 
 
@@ -282,7 +284,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_written(recurrent: Case) -> None
 def test_a_search_goes_on_from_nothing_and_in_the_middle_of_a_block(recurrent: Case) -> None:
     session, decoding = recurrent.session, Decoding(beams=3, max_length=6)
     text = [*session.search(decoding), *session.search(decoding)]
-    assert len(text) == 10 and int(session.memory.count) == 11
+    assert len(text) == 10 and int(session.memory.count[0]) == 11
     assert_close(copy(session).logits[0], recurrent.whole(text)[-1])
 
 

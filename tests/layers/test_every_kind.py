@@ -247,6 +247,27 @@ def test_token_by_token_it_is_the_whole_segment(name: str, build: Callable[[str]
     assert_close(np.stack(found, axis=1), expected[:, :-1])
 
 
+@each_model(quick=("recurrent",))
+def test_texts_that_are_written_at_once_are_those_that_are_written_alone(
+    name: str, build: Callable[[str], Case]
+) -> None:
+    """The texts have different lengths, so their blocks end at different times."""
+    case, key, count = build(name), jax.random.key(5), 21
+    config = Config(model=case.model, training=Training(segment_length=MIDDLE))
+    session = Session(config, case.variables, bos_id=0)
+    begun, alone = [], []
+    for text in (tokens()[0, :length] for length in (31, 0, 13, 6)):
+        session.forget()
+        unread = session.read_most(text)
+        begun.append((session.memory, unread))
+        session.forget()
+        session.read(text)
+        alone.append(np.concatenate(list(session.write(count, Sampling(), key)), axis=1)[0])
+    written = session.with_lanes(len(begun) + 1).write_each(begun, count, Sampling(), key)
+    for pieces, expected in zip(zip(*written, strict=True), alone, strict=True):
+        np.testing.assert_array_equal(np.concatenate(pieces), expected)
+
+
 @each_model(quick=())  # tests/generation/test_session.py has a quick test of chunks.
 def test_tokens_that_are_read_two_at_a_time_are_the_whole_segment(
     name: str, build: Callable[[str], Case]
@@ -271,7 +292,7 @@ def test_tokens_that_are_read_two_at_a_time_are_the_whole_segment(
     block, found = decoder.apply(params, state, learned, method="begin_block"), []
     for position in range(0, length, 2):
         chunk = ids[:, length + position : length + position + 2]
-        next_logits, block = read_chunk(chunk, block, jnp.asarray(position, jnp.int32))
+        next_logits, block = read_chunk(chunk, block, np.full(LANES, position, np.int32))
         found.append(next_logits)
     assert_close(np.stack(found, axis=1), expected)
 

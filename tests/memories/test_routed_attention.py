@@ -142,7 +142,7 @@ def test_segments_and_tokens_one_by_one_read_the_same(itself: bool) -> None:
         for place in range(WINDOW):
             own = q[:, n * WINDOW + place, None]
             cluster = block.clusters[:, place]
-            found.append(step(own, cluster, block, rings, np.int32(place), BIAS))
+            found.append(step(own, cluster, block, rings, np.full(LANES, place, np.int32), BIAS))
         rings = shift(block, rings, np.zeros((LANES, 1), bool))
     np.testing.assert_allclose(np.concatenate(found, axis=1), whole, atol=TOLERANCE)
     after = shift(tokens, new_rings(), start)

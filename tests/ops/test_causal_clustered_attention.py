@@ -281,13 +281,13 @@ def test_token_by_token_is_the_whole_segment(carried: State) -> None:
             jax.lax.dynamic_update_slice_in_dim(r, z, position, axis=1)
             for r, z in zip(ring, kv, strict=True)
         ]
-        ready = ready_ring(*ring)
+        ready, positions = ready_ring(*ring), jnp.full(len(q), position)
         window = ring_attention(
-            q, ready, tuple(kv), x.window_bias, WINDOW * state.valid + position, position,
+            q, ready, tuple(kv), x.window_bias, WINDOW * state.valid + position, positions,
             attend_to_self=attend_to_self,
         )  # fmt: skip
         y = causal_clustered_attention_step(
-            q, window, state.keys, state.values, state.valid, position, state.past, x.centroids,
+            q, window, state.keys, state.values, state.valid, positions, state.past, x.centroids,
             x.window_bias[:, -1], attend_to_self=attend_to_self,
         )  # fmt: skip
         return y, tuple(written)

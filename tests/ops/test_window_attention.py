@@ -144,7 +144,8 @@ def test_tokens_that_read_a_ring_buffer_are_rows_of_a_block(
             for name in ("keys", "values")
         ]
         read = window * inputs["cache_mask"][:, t // window] + position
-        return ring_attention(q, ready, tuple(own), bias, read, position, **options).output
+        positions = jnp.full(len(q), position)
+        return ring_attention(q, ready, tuple(own), bias, read, positions, **options).output
 
     rows = [step(t) for t in jnp.arange(0, window * blocks, tokens)]
     if not biased:

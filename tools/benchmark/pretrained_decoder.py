@@ -109,6 +109,47 @@ class Programs:
         notes = {"brt": "the same tokens" if same else "OTHER TOKENS", "transformers": ""}
         return Result(texts * size, seconds, notes)
 
+    def different(self, texts: int) -> Result:
+        """Measures greedy generation after prompts of half to twice as many tokens as --prompt."""
+        from brt.data.tokenizers import StreamDecoder
+
+        count, tokenizer = self.args.tokens, self.ours.tokenizer
+        lengths = np.linspace(self.args.prompt // 2, 2 * self.args.prompt, texts).astype(int)
+        pieces = np.split(self.ids, np.cumsum(lengths))[:texts]
+        prompts = [tokenizer.decode_bytes(piece).decode() for piece in pieces]
+        how = {"max_tokens": count, "temperature": 0.0}
+        rows = [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts]
+        padded = np.zeros((2, texts, max(map(len, rows))), np.int64)  # ids, and the mask of tokens
+        for i, row in enumerate(rows):
+            padded[:, i, -len(row) :] = row, np.ones(len(row))
+        ids, mask = self.torch.tensor(padded)
+
+        end_ids, tokens = self.ours.config.model.end_ids, [0] * texts
+
+        def theirs() -> list[str]:
+            with self.torch.inference_mode():
+                written = self.theirs.generate(
+                    ids, attention_mask=mask, do_sample=False, max_new_tokens=count, pad_token_id=0
+                )
+            new = written[:, ids.shape[1] :].numpy()
+            # A column of True follows, so that every text has an end.
+            ends = np.argmax(np.c_[np.isin(new, end_ids), np.ones(texts, bool)], axis=1)
+            tokens[:] = ends.tolist()
+            return [StreamDecoder(tokenizer).decode(row[: ends[i]]) for i, row in enumerate(new)]
+
+        functions = {
+            "brt": lambda: self.ours.generate(prompts, **how),
+            "brt, one after another": lambda: [self.ours.generate(p, **how) for p in prompts],
+            "transformers": theirs,
+        }
+        seconds, found = take_turns(functions, self.args.rounds)
+        same = {
+            name: sum(a == b for a, b in zip(found["brt"], other, strict=True))
+            for name, other in found.items()
+        }
+        notes = {name: f"{number} of {texts} texts are the same" for name, number in same.items()}
+        return Result(sum(tokens), seconds, notes | {"brt": ""})
+
     def scoring(self) -> Result:
         """Measures the scoring of a text."""
         ids = self.ids[: self.args.scored]
@@ -160,7 +201,7 @@ def main() -> None:
     flags = parser(
         __doc__, window=512, prompt=(64, "tokens of the prompt"), tokens=(128, "to generate"),
         scored=(16384, "tokens of the text to score"), rounds=3,
-        threads=(os.cpu_count(), "threads of torch"),
+        threads=(os.cpu_count(), "threads of torch"), different=(16, "prompts of different texts"),
     )  # fmt: skip
     flags.add_argument("--model", required=True, help="a directory in Hugging Face's format")
     flags.add_argument("--text", type=Path, required=True, help="the text to continue and to score")
@@ -171,6 +212,8 @@ def main() -> None:
     for texts in args.texts:
         title = f"greedy generation, {texts} at once, {args.tokens} tokens after {args.prompt}"
         found[title] = show(title, programs.generation(texts))
+    title = f"greedy generation after {args.different} different prompts, {args.tokens} tokens"
+    found[title] = show(title, programs.different(args.different))
     title = f"scoring {min(args.scored, len(programs.ids)):,} tokens, window {args.window}"
     found[title] = show(title, programs.scoring())
     report(args, found, {args.model: programs.ours.config.model})

@@ -114,7 +114,7 @@ def causal_clustered_attention_step(
     keys: Float[Array, "B W H K"],
     values: Float[Array, "B W H K"],
     cache_mask: Bool[Array, " B"],
-    position: Int[Array, ""],
+    position: Int[Array, " B"],
     past: CentroidMemory,
     centroids: Centroids,
     bias: Float[Array, " H"],
@@ -129,8 +129,8 @@ def causal_clustered_attention_step(
       position: the index of the token in its block.
       past: the memory that the token's block reads.
     """
-    left = jnp.arange(keys.shape[1]) < position + (1 if attend_to_self else 0)
-    mask = (left[None] & cache_mask[:, None])[:, None]
+    left = jnp.arange(keys.shape[1])[None] < position[:, None] + (1 if attend_to_self else 0)
+    mask = (left & cache_mask[:, None])[:, None]
     part = AttentionPart(*(x.swapaxes(1, 2) for x in window))
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys, values))
     y = xla.attend_block(

@@ -26,12 +26,13 @@ def ready_ring(keys: Float[Array, "B W G K"], values: Float[Array, "B W G K"]) -
     return ReadyRing(keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2))
 
 
-def ring_places(window: int, position: Int[Array, ""]) -> Int[Array, " W"]:
-    """Returns the place of the token in each slot, relative to the start of the open block.
+def ring_places(window: int, position: Int[Array, " B"]) -> Int[Array, "B W"]:
+    """Returns the place of the token in each slot, relative to the start of the row's open block.
 
     `position` tokens of this block are in the ring buffer; earlier tokens have negative places.
     """
-    return position - 1 - (position - 1 - jnp.arange(window)) % window
+    newest = position[:, None] - 1
+    return newest - (newest - jnp.arange(window)[None]) % window
 
 
 def ring_attention(
@@ -40,7 +41,7 @@ def ring_attention(
     own: tuple[Float[Array, "B T G K"], Float[Array, "B T G K"]],
     bias: Float[Array, "H W"] | None,
     read: Int[Array, " B"],
-    position: Int[Array, ""],
+    position: Int[Array, " B"],
     *,
     attend_to_self: bool = True,
     null_keys: bool = False,
@@ -60,10 +61,11 @@ def ring_attention(
     batch, tokens, heads, size = queries.shape
     groups, window = ring.values.shape[1:3]
     nearest, ahead = 0 if attend_to_self else 1, jnp.arange(tokens)
-    # `distances` [T, W + T] has the position of each token minus the position of each key, which is
-    # negative for keys after the token.
-    places = jnp.concatenate([ring_places(window, position), position + ahead])
-    distances = position + ahead[:, None] - places[None]
+    # `distances` [B, T, W + T] has the position of each token minus the position of each key, which
+    # is negative for keys after the token.
+    here = position[:, None] + ahead[None]
+    places = jnp.concatenate([ring_places(window, position), here], axis=1)
+    distances = here[:, :, None] - places[:, None]
     # The axes of `rows` are [B, G, R T, K]. With the queries as the left factor, the products are
     # several times as fast on CPUs as in the order that `jnp.einsum` chooses.
     rows = queries.reshape(batch, tokens, groups, -1, size).transpose(0, 2, 3, 1, 4)
@@ -73,15 +75,15 @@ def ring_attention(
     logits = jnp.concatenate(parts, axis=-1).reshape(batch, groups, -1, tokens, window + tokens)
     in_window = (distances >= nearest) & (distances < window + nearest)
     readable = read[:, None, None] + ahead[None, :, None]
-    hidden = (distances[None] > readable)[:, None, None]
+    hidden = (distances > readable)[:, None, None]
     logits = soft_capped(logits, soft_cap)
     if null_keys:
         logits = jnp.where(hidden, 0.0, logits)
     if bias is not None:
         columns = jnp.clip(distances - nearest, 0, window - 1)
         by_group = bias.reshape(groups, heads // groups, window)
-        logits += jnp.take(by_group, columns, axis=2)[None]
-    seen = in_window[None, None, None]
+        logits += jnp.moveaxis(jnp.take(by_group, columns, axis=2), 2, 0)
+    seen = in_window[:, None, None]
     if not null_keys:
         seen &= ~hidden
     weights, lse = softmax_and_lse(jnp.where(seen, logits, MASKED))

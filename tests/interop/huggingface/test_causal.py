@@ -124,7 +124,7 @@ def test_logits_in_segments_and_token_by_token(family: str) -> None:
         place = i % model.block_length
         if place == 0:
             block = decoder.apply(variables, state, method=Decoder.begin_block)
-        row, block = step(variables, jnp.asarray([token]), state, block, jnp.asarray(place))
+        row, block = step(variables, jnp.asarray([token]), state, block, jnp.asarray([place]))
         rows.append(row[0])
         if place == model.block_length - 1:
             state = decoder.apply(variables, state, block, method=Decoder.end_block)
