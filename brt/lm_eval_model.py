@@ -119,7 +119,7 @@ class BrtLM(TemplateLM):
         answers: dict[int, tuple[float, bool]] = {}
         for context, own in tqdm(places.items(), disable=kwargs.get("disable_tqdm", False)):
             rows = [np.asarray(requests[place][2], np.int32) for place in own]
-            memory = self._read(context)
+            memory = self._read(context, bos=not context)
             scores = self.model.continuation_bits(rows, memory, batch_size=self.batch_size)
             for place, (bits, right) in zip(own, scores, strict=True):
                 answers[place] = _log_likelihood(bits), bool(right.all())
@@ -138,18 +138,30 @@ class BrtLM(TemplateLM):
         return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        answers = []
-        for seed, request in enumerate(tqdm(requests, disable=disable_tqdm)):
+        """Contexts are continued several at once, unless tokens are drawn: then each has a seed."""
+        groups: dict[str, list[int]] = {}
+        for place, request in enumerate(requests):
             context, options = request.args
-            how = _how(options)
-            memory = self._read(self.tok_encode(context))
-            answers.append(self.model.generate(state=memory, seed=seed, **how))
-            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
+            alone = _how(options)["temperature"] > 0 or not context
+            groups.setdefault(f"{place if alone else ''}{options}", []).append(place)
+        answers, special = [""] * len(requests), bool(self._tokenizer.special_ids)
+        with tqdm(total=len(requests), disable=disable_tqdm) as shown:
+            for own in groups.values():
+                contexts, options = zip(*(requests[place].args for place in own), strict=True)
+                begin, how = self._read([], bos=not all(contexts)), _how(options[0])
+                texts = self.model.generate_each(
+                    contexts, state=begin, seed=own[0], special_tokens=special, **how
+                )
+                for place, answers[place] in zip(own, texts, strict=True):
+                    self.cache_hook.add_partial(
+                        "generate_until", requests[place].args, answers[place]
+                    )
+                    shown.update()
         return answers
 
-    def _read(self, tokens: Sequence[int]) -> api.Memory:
-        """Returns the memory of a context; an empty one is BOS."""
-        return self.model.read(np.asarray(tokens, np.int32), bos=self._bos or not len(tokens))
+    def _read(self, tokens: Sequence[int], *, bos: bool = False) -> api.Memory:
+        """Returns the memory of a context, which begins with BOS if it or the model asks for it."""
+        return self.model.read(np.asarray(tokens, np.int32), bos=self._bos or bos)
 
 
 def _log_likelihood(bits: np.ndarray) -> float:
