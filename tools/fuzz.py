@@ -91,7 +91,7 @@ def targets(place: Path) -> dict[str, Target]:
     found |= runs.readers(place)
     add("checkpoints/6/MANIFEST.sha256", f"{'0' * 64}  meta.json\n",
         lambda path: checkpoints.verify(path.parent.parent, 6))  # fmt: skip
-    numbers, one = jnp.ones((2, 3)), jnp.ones((), jnp.int32)
+    numbers, one = jnp.ones((2, 3)), jnp.ones(2, jnp.int32)
     ended, unfinished = jnp.zeros(2, bool), jnp.zeros((2, 3), jnp.uint8)
     memory = Memory(numbers, numbers > 0, one, numbers, one, ended, unfinished)
     identity = {"model": "a"}
