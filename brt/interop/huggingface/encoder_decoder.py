@@ -312,9 +312,10 @@ def check_type(config: Mapping[str, Any]) -> str:
     """
     kind = config.get("model_type")
     if kind not in ("t5", "longt5", "bart"):
+        parts = unread.foreign_parts(config)
         raise CheckpointError(
-            f"config.json: model_type = {kind!r} cannot be read; brt reads t5, longt5, bart, "
-            f"roberta and the decoders {', '.join(FAMILIES)}"
+            f"config.json: model_type = {kind!r} cannot be read{parts and f': brt lacks {parts}'}; "
+            f"brt reads t5, longt5, bart, roberta and the decoders {', '.join(FAMILIES)}"
         )
     return kind
 

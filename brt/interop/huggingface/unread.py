@@ -57,6 +57,8 @@ _PARTS = (
     (r"embed|hidden|logit", "embeddings or logits of this kind"),
 )
 
+# No family that brt reads has these parts.
+_FOREIGN = {"experts", "low-rank attention", "recurrent layers"}
 _SHOWN = 12  # A note names at most this number of files or keys.
 # These keys of generation_config.json have no influence on the text.
 _NEUTRAL = {"transformers_version", "use_cache", "cache_implementation"}
@@ -73,6 +75,15 @@ def check(config: Mapping[str, Any], keys: Collection[str]) -> None:
                 f"have in models of the type {config.get('model_type')!r:.40}; remove the key if "
                 "the weights were trained without it"
             )
+
+
+def foreign_parts(config: Mapping[str, Any]) -> str:
+    """Returns the parts that brt has in no model and a config.json asks for, each with a key."""
+    keys: dict[str, str] = {}
+    for name, value in config.items():
+        if (part := _part(name, value)) in _FOREIGN:
+            keys.setdefault(part, name)
+    return ", ".join(f"{part} ({name})" for part, name in keys.items())
 
 
 def unknown(config: Mapping[str, Any], keys: Collection[str]) -> list[str]:

@@ -83,6 +83,11 @@ def test_a_silent_config_takes_their_defaults() -> None:
     ("settings", "changes", "sentence"),
     [
         (T5_SMALL, {"model_type": "pegasus"}, "= 'pegasus' cannot be read; brt reads t5,"),
+        (
+            T5_SMALL,
+            {"model_type": "mixtral", "num_local_experts": 8},
+            r"'mixtral' cannot be read: brt lacks experts \(num_local_experts\); brt reads t5,",
+        ),
         (T5_SMALL, {"feed_forward_proj": "gated-silu"}, "'gated-silu' is not supported; .*relu"),
         (T5_SMALL, {"eos_token_id": [1, 2]}, r"eos_token_id = \[1, 2\] must be one id"),
         (BART_BASE, {"scale_embedding": True}, "sets scale_embedding"),
