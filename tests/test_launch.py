@@ -206,13 +206,17 @@ def trained(tmp_path: Path, codes: str) -> tuple[int, int, list[str]]:
 def test_hosts_train_again_where_that_helps(
     tmp_path: Path, codes: str, code: int, attempts: int
 ) -> None:
-    assert trained(tmp_path, codes) == (code, attempts, ["ssh"])
+    # If the hosts say that all went well, they are asked once more, because gcloud says so, too, if
+    # it has reached none.
+    assert trained(tmp_path, codes) == (code, attempts, ["ssh"] * (1 if code else 2))
 
 
 def test_a_slice_that_was_preempted_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "python3").write_text("#!/bin/bash\n")  # what installs
     (tmp_path / "python3").chmod(0o755)
-    assert trained(tmp_path, "SUSPENDED 0") == (0, 2, ["ssh", "delete", "create", "ssh", "ssh"])
+    assert trained(tmp_path, "SUSPENDED 0") == (
+        0, 2, ["ssh", "delete", "create", *["ssh"] * 3],
+    )  # fmt: skip
 
 
 def test_training_outlives_the_terminal_and_stops_when_asked(tmp_path: Path) -> None:

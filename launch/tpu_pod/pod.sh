@@ -158,8 +158,9 @@ train() {
 follow --distributed$(quoted --workdir="$WORKDIR" --gin_bindings="$MESH" "$@")"
   while true; do
     code=0
-    # gcloud exits with 0 if it reaches no host.
     if [ -z "${DRY_RUN:-}" ] && preempted; then code=255; else on_all_hosts "$command" || code=$?; fi
+    # gcloud exits with 0 also if it reaches no host.
+    if [ "$code" -eq 0 ] && [ -z "$(on_all_hosts 'cat brt-train.code')" ]; then code=255; fi
     if [ -n "${DRY_RUN:-}" ]; then
       echo "# if the slices were preempted, and then again from the start:"
     elif [ "$code" -eq 0 ]; then
