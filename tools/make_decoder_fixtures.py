@@ -15,12 +15,14 @@ rotary positions matters.
 """
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file
 
 TOKENS, VOCABULARY = 64, 96
 WINDOW, SINKS, LAST = 8, 2, 16
@@ -82,6 +84,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pythia": ("GPTNeoX", {"rotary_pct": 0.5}),
     "pythia_in_sequence": ("GPTNeoX", {"use_parallel_residual": False, "attention_bias": False}),
     "gpt2": ("GPT2", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 3, "intermediate_size": 24}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+            "intermediate_size": 24, "swiglu_limit": 1.0, "layer_types": LAYERS,
+            "rope_scaling": {**YARN, "truncate": False}},
+    ),
 }  # fmt: skip
 
 
@@ -106,7 +120,7 @@ class Windowed:
     def __call__(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         mask: torch.Tensor | None, scaling: float, softcap: float | None = None,
-        sliding_window: int | None = None, **_: Any,
+        sliding_window: int | None = None, s_aux: torch.Tensor | None = None, **_: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         row, column = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)[None]
@@ -116,7 +130,10 @@ class Windowed:
         products = torch.where(near, query @ key.mT, turned @ key.mT) * scaling
         if softcap is not None:
             products = softcap * torch.tanh(products / softcap)
-        weights = torch.softmax(products.masked_fill(~(near | sinks), -torch.inf), -1)
+        products = products.masked_fill(~(near | sinks), -torch.inf)
+        if s_aux is not None:  # The logits of gpt-oss without a value.
+            products = torch.cat((products, s_aux[:, None, None].expand(1, -1, TOKENS, 1)), -1)
+        weights = torch.softmax(products, -1)[..., :TOKENS]
         return (weights @ value).transpose(1, 2).contiguous(), None
 
     def _turned(self, query: torch.Tensor) -> torch.Tensor:
@@ -152,9 +169,9 @@ def main(directory: Path) -> None:
                 model.set_attn_implementation("windowed")
                 seen = model(input_ids=ids, use_cache=False).logits[0].numpy()
                 windowed[name] = seen[-LAST:]
-        saved = model.state_dict()
-        if config.tie_word_embeddings:
-            saved = {k: v for k, v in saved.items() if k != "lm_head.weight"}
+        with tempfile.TemporaryDirectory() as place:
+            model.save_pretrained(place)
+            saved = load_file(f"{place}/model.safetensors")
         arrays = {k: v.half().numpy() for k, v in saved.items()}
         np.savez_compressed(
             directory / f"{name}.npz", config=config.to_json_string(), ids=ids[0].numpy(),

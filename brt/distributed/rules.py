@@ -46,7 +46,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
 } | dict.fromkeys(
     (
         "layers", "rank", "stack", "whole_heads", "head_dim", "states", "buckets", "positions",
-        "types", "clusters",
+        "types", "clusters", "experts",
     ),
     (),
 )  # fmt: skip

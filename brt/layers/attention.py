@@ -55,7 +55,7 @@ from brt.ops import dispatch
 from brt.ops.dense import LayerKernel, dense
 from brt.ops.dropout import Dropout
 from brt.ops.normalization import l2_normalize, scaled_unit
-from brt.ops.partial_attention import AttentionPart
+from brt.ops.partial_attention import AttentionPart, with_zero_values
 from brt.ops.positions import alibi_bias, relative_bias
 from brt.ops.recurrent_attention import StateKV
 from brt.ops.reductions import add_shared
@@ -112,6 +112,8 @@ class TransformerBlock(nn.Module):
         scale = nn.initializers.constant(m.attention.scale_init)
         if m.attention.normalize_qk:
             self.scale = parameter(self, "scale", (m.heads,), ("heads",), scale)
+        if m.attention.learned_sink:
+            self.sink_logits = parameter(self, "sink_logits", (m.heads,), ("heads",), ZEROS)
         if self.cross_attends:
             self.cross_queries = product_kernel(self, m, "cross_queries", by_head, INTO_HEADS)
             if m.attention.normalize_qk:
@@ -272,6 +274,8 @@ class TransformerBlock(nn.Module):
         if past.sinks is not None:
             places = document_places(past, x.shape[1])
             part = self._with_sinks(part, projections.queries, past.sinks, places)
+        if m.attention.learned_sink:
+            part = with_zero_values(part, self.sink_logits[None, None])
         scaled = self.scaled_queries(projections.queries)
         attended = [part.output if mix is None else mix(scaled, part)]
         if memory is not None:
@@ -350,6 +354,8 @@ class TransformerBlock(nn.Module):
             sinks = updated_sinks(sinks, own, places)
             by_block = Sinks(*(z[:, None] for z in sinks))
             part = self._with_sinks(part, own.queries, by_block, places)
+        if m.attention.learned_sink:
+            part = with_zero_values(part, self.sink_logits[None, None])
         after = block._replace(
             keys=NewEntries(own.keys, slot), values=NewEntries(own.values, slot), sinks=sinks
         )

@@ -20,6 +20,7 @@ from brt.errors import ConfigError
 from brt.ops import dispatch
 from brt.ops.dense import LayerKernel, activation, dense
 from brt.ops.dropout import Dropout
+from brt.ops.experts import ExpertWeights, apply_experts, gated_unit
 from brt.ops.normalization import layer_norm, rms_norm
 from brt.ops.reductions import add_shared
 
@@ -241,11 +242,37 @@ def token_dropout(module: nn.Module) -> Dropout | None:
 INTO_MLP, FROM_MLP = ("embed", "mlp"), ("mlp", "embed")
 
 
+def expert_parameters(module: nn.Module, model: Model) -> ExpertWeights:
+    """Creates the parameters of a router and of the experts between which it chooses."""
+    m = model
+    sizes = {"experts": m.mlp.experts, "embed": m.model_dim, "mlp": m.mlp_dim}
+    init = nn.initializers.variance_scaling(
+        1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0
+    )
+
+    def kernel(name: str, *axes: str, init: Initializer | None = init) -> Any:
+        shape = tuple(sizes[axis] for axis in axes)
+        return product_kernel(module, m, name, shape, axes, init)
+
+    def bias(name: str, *axes: str) -> Array | None:
+        shape = tuple(sizes[axis] for axis in axes)
+        return parameter(module, f"{name}_bias", shape, axes, ZEROS) if m.mlp.bias else None
+
+    wide = "experts", "mlp"
+    return ExpertWeights(
+        kernel("router", "embed", "experts", init=None), bias("router", "experts"),
+        kernel("experts_in", "experts", *INTO_MLP), bias("experts_in", *wide),
+        kernel("experts_gate", "experts", *INTO_MLP), bias("experts_gate", *wide),
+        kernel("experts_out", "experts", *FROM_MLP), bias("experts_out", "experts", "embed"),
+    )  # fmt: skip
+
+
 class MLP(nn.Module):
     """A projection to `Model.mlp_dim`, an activation, and a projection back.
 
     In gated MLPs, the activation is applied to a second projection `mlp_gate` of the input, and the
-    first projection is multiplied by the result.
+    first projection is multiplied by the result. With `MLP.experts`, each token has such MLPs of
+    its own choice.
     """
 
     model: Model
@@ -256,11 +283,16 @@ class MLP(nn.Module):
         wide = m.model_dim, m.mlp_dim
         if m.norm.before:
             self.mlp_norm = norm_parameters(self, m, "mlp_norm")
-        self.mlp_in = product_kernel(self, m, "mlp_in", wide, INTO_MLP)
-        if m.mlp.gated:
+        if m.mlp.experts:
+            self.experts = expert_parameters(self, m)
+        else:
+            self.mlp_in = product_kernel(self, m, "mlp_in", wide, INTO_MLP)
+        if m.mlp.gated and not m.mlp.experts:
             self.mlp_gate = product_kernel(self, m, "mlp_gate", wide, INTO_MLP)
         if m.norm.after:
             self.mlp_output_norm = norm_parameters(self, m, "mlp_output_norm")
+        if m.mlp.experts:
+            return
         self.mlp_out = product_kernel(self, m, "mlp_out", wide[::-1], FROM_MLP)
         if m.mlp.bias:
             self.mlp_in_bias = parameter(self, "mlp_in_bias", (m.mlp_dim,), ("mlp",), ZEROS)
@@ -280,13 +312,17 @@ class MLP(nn.Module):
 
     def _products(self, h: Float[Array, "B T D"], tokens: str | None) -> Float[Array, "B T D"]:
         m = self.model
+        unit = partial(gated_unit, name=m.activation, clamp=m.mlp.clamp)
+        if m.mlp.experts:
+            count, normalize = m.mlp.experts_per_token, m.mlp.normalize_router
+            return apply_experts(h, self.experts, unit, count, normalize, tokens)
         hidden = dense(h, self.mlp_in)
         if m.mlp.bias:
             hidden = add_shared(hidden, self.mlp_in_bias)
         if m.mlp.gated:
             gate = dense(h, self.mlp_gate)
             gate = add_shared(gate, self.mlp_gate_bias) if m.mlp.bias else gate
-            hidden *= activation(gate, m.activation)
+            hidden = unit(hidden, gate)
         else:
             hidden = activation(hidden, m.activation)
         hidden = constrain(hidden, "lanes", tokens, "mlp")
@@ -295,5 +331,9 @@ class MLP(nn.Module):
 
 
 def mlp_flops(model: Model) -> int:
-    """Returns the FLOPs per token of an `MLP`."""
-    return (6 if model.mlp.gated else 4) * model.model_dim * model.mlp_dim
+    """Returns the FLOPs per token of an `MLP`: of the router and of the experts of the token."""
+    m, chosen = model, model.mlp.experts_per_token if model.mlp.experts else 1
+    return (
+        (6 if m.mlp.gated else 4) * m.model_dim * m.mlp_dim * chosen
+        + 2 * m.model_dim * m.mlp.experts
+    )  # fmt: skip

@@ -79,3 +79,12 @@ def merge_parts(parts: Sequence[AttentionPart]) -> AttentionPart:
     weights = jax.nn.softmax(lse, axis=0)[..., None]
     output = sum(w * part.output for w, part in zip(weights, parts, strict=True))
     return AttentionPart(output, jax.nn.logsumexp(lse, axis=0))
+
+
+def with_zero_values(part: AttentionPart, logits: Float[Array, "..."]) -> AttentionPart:
+    """Adds keys whose values are zero to the softmax; `logits` is the log-sum-exp of their logits,
+    which is broadcast.
+    """
+    lse = jnp.logaddexp(part.lse, logits)
+    share = jnp.exp(part.lse - lse)[..., None]
+    return AttentionPart((part.output * share).astype(part.output.dtype), lse)

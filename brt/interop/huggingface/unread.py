@@ -23,7 +23,7 @@ from brt.interop.huggingface import files
 _REMARK = re.compile(
     r"^_|dropout|_pdrop|layerdrop|init|implementation|checkpointing|flash|fused|kernel|backend|"
     r"cache|dtype|version|loss|output_|token|label|train|(^|_)ids?$|problem|task|seed|prun|torch|"
-    r"_eps(ilon)?$|quant"
+    r"_eps(ilon)?$|quant|jitter"
 )
 # transformers' classes of all models and of settings of generation have these keys.
 _COMMON = {
@@ -40,7 +40,8 @@ _COMMON = {
 _PARTS = (
     (r"multiplier|logits?_scal|scale_|_scal(e|ing)$|mup", "factors of activations or logits"),
     (r"soft_?cap", "soft caps"),
-    (r"expert|moe|router", "experts"),
+    (r"shared?_(expert|moe)|shared?_inter|first_k_dense|n_group|topk_group", "shared experts"),
+    (r"expert|moe|router", "experts of this kind"),
     (r"rope|rotary|nope|alibi|position|yarn", "positions of this kind"),
     (r"sink", "sinks of this kind"),
     (r"window|sliding|local|global|sparse|chunk|block", "windows of this kind"),
@@ -58,7 +59,7 @@ _PARTS = (
 )
 
 # No family that brt reads has these parts.
-_FOREIGN = {"experts", "low-rank attention", "recurrent layers"}
+_FOREIGN = {"shared experts", "low-rank attention", "recurrent layers"}
 _SHOWN = 12  # A note names at most this number of files or keys.
 # These keys of generation_config.json have no influence on the text.
 _NEUTRAL = {"transformers_version", "use_cache", "cache_implementation"}

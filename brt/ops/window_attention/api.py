@@ -28,7 +28,7 @@ from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout, DropoutMask
 from brt.ops.grouped_heads import local_groups
-from brt.ops.partial_attention import AttentionPart
+from brt.ops.partial_attention import AttentionPart, with_zero_values
 from brt.ops.window_attention import chunks, pallas_gpu, pallas_tpu, reference, xla
 from brt.ops.window_attention.inputs import WindowInputs
 
@@ -186,9 +186,7 @@ def with_null_keys(
     if attend_to_self:
         hidden = jnp.pad(hidden[:, 1:], ((0, 0), (0, 1)), constant_values=-jnp.inf)
     hidden = jnp.where(cache_mask[:, :, None, None], -jnp.inf, hidden.T)
-    lse = jnp.logaddexp(part.lse, hidden.reshape(batch, tokens, heads))
-    share = jnp.exp(part.lse - lse)[..., None]
-    return AttentionPart((part.output * share).astype(part.output.dtype), lse)
+    return with_zero_values(part, hidden.reshape(batch, tokens, heads))
 
 
 def _on_each_device(

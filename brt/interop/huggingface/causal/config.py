@@ -130,11 +130,13 @@ def read(config: Mapping[str, Any], choice: WindowChoice) -> tuple[Model, dict[s
         sections.setdefault(section, {})[field] = value
     model = _with_window(config_from_json(sections).model, keys, family, choice)
     known = {
-        *_OF_ALL, *family.all_fields().values(), *family.keys, *family.required, *_READ_ELSEWHERE
+        *_OF_ALL, *family.all_fields().values(), *family.keys, *family.required, *_READ_ELSEWHERE,
+        *family.aliases.values(),
     }  # fmt: skip
     unread_keys = [name for name in config if name not in known]
     unread.check(config, unread_keys)
-    kept = (*unread_keys, *(name for name in family.required if name in config))
+    others = (*family.required, *family.aliases.values())
+    kept = (*unread_keys, *(name for name in others if name in config))
     return model, {name: config[name] for name in kept}
 
 
@@ -166,7 +168,8 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     }  # fmt: skip
     # Without a number, logits are not capped, and there is no window.
     off = {name: 0.0 for name in fields.values() if name in config and "softcap" in name}
-    keys = {**usual, **DEFAULTS, **family.defaults, **off, **given}
+    aliased = {name: given[other] for name, other in family.aliases.items() if other in given}
+    keys = {**usual, **DEFAULTS, **family.defaults, **off, **aliased, **given}
     if config.get("sliding_window", 0) is None:
         keys["sliding_window"] = None
     for name, value in family.required.items():

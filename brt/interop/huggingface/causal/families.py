@@ -5,7 +5,8 @@ All families are settings of one decoder (`brt.models.decoder`). A new family is
 not those of Llama.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,8 @@ class Family(NamedTuple):
       ignored: parts of names of arrays that are no parameters of the decoder.
       rope_by_layer: True if layers with a window have rotary positions of their own.
       scalings: names of scalings of rotary positions, where they differ from the usual ones.
+      aliases: names that other files have for keys, by these keys.
+      joined_experts: True if an array has the matrices [in, out] of all experts of a layer.
     """
 
     name: str
@@ -64,6 +67,8 @@ class Family(NamedTuple):
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     rope_by_layer: bool = False
     scalings: Mapping[str, str] = {}
+    aliases: Mapping[str, str] = {}
+    joined_experts: bool = False
 
     def all_fields(self) -> dict[str, str]:
         """Returns the key of config.json of each setting that is one key in this family."""
@@ -91,7 +96,8 @@ SETTINGS: dict[str, Setting] = {
     "Embedding.logit_divisor": 1.0, "Embedding.soft_cap": 0.0, "SelfAttention.soft_cap": 0.0,
     "Model.residual_factor": 1.0, "Model.parallel": False, "Norm.kind": "rms",
     "Norm.place": "before", "Norm.offset": False, "Norm.queries_keys": "none",
-    "Window.attend_to_self": True, "Window.cache": True,
+    "Window.attend_to_self": True, "Window.cache": True, "MLP.experts": 0, "MLP.clamp": 0.0,
+    "SelfAttention.learned_sink": False,
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
@@ -127,6 +133,10 @@ _CAPS = {
 }
 _OLMO = {"Norm.place": "after", "Norm.queries_keys": "heads"}
 _BIASES = {"Norm.kind": "layer", "MLP.gated": False, "MLP.bias": True}
+_EXPERTS = {
+    "MLP.experts": "num_local_experts", "MLP.experts_per_token": "num_experts_per_tok",
+    "MLP.bias": "",
+}  # fmt: skip
 _QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # The keys are values of model_type. A model that did not come from a directory is exported as the
 # first family that has all of its settings.
@@ -199,6 +209,40 @@ FAMILIES: dict[str, Family] = {
             "Model.residual_factor": "residual_multiplier",
             "SelfAttention.query_scale": "attention_multiplier"},
     ),
+    "mixtral": Family(
+        "MixtralForCausalLM", {"MLP.bias": False, "MLP.normalize_router": True},
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0, "num_local_experts": 8, "num_experts_per_tok": 2},
+        keys=("sliding_window",), fields=_EXPERTS,
+        names={"mlp.router": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts",
+            "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", {"Norm.queries_keys": "head", "MLP.bias": False},
+        {"max_position_embeddings": 32768, "num_key_value_heads": 4, "use_sliding_window": False,
+            "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+            "norm_topk_prob": False},
+        keys=("attention_bias",),
+        fields={**_EXPERTS, "MLP.experts": "num_experts", "Model.mlp_dim": "moe_intermediate_size",
+            "MLP.normalize_router": "norm_topk_prob"},
+        required={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+        names={"mlp.router": "mlp.gate"},
+        aliases={"num_experts": "num_local_experts"},
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {"MLP.bias": True, "MLP.normalize_router": True, "SelfAttention.learned_sink": True},
+        {"num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "num_local_experts": 128,
+            "num_experts_per_tok": 4, "swiglu_limit": 7.0, "attention_bias": True,
+            "sliding_window": 128, "_sliding_window_pattern": 2},
+        keys=("attention_bias", "layer_types", "sliding_window"),
+        fields={**_EXPERTS, "MLP.clamp": "swiglu_limit"},
+        required={"swiglu_alpha": 1.702},
+        names={"self_attn.sinks.weight": "self_attn.sinks"},
+        aliases={"num_experts_per_tok": "experts_per_token"},
+        joined_experts=True,
+    ),
     "olmo2": Family(
         "Olmo2ForCausalLM", _OLMO, {"rms_norm_eps": 1e-5}, keys=("attention_bias",),
     ),
@@ -259,6 +303,7 @@ def llama_arrays(arrays: Arrays, family: Family, heads: int, key_heads: int) -> 
     Raises CheckpointError if a matrix that stands for several cannot be divided into them.
     """
     found, result = _with_transposed(arrays, family), {}
+    found = dict(_separate_experts(found)) if family.joined_experts else found
     for name, array in found.items():
         fused = next((one for one in family.fused if f".{one.name}." in name), None)
         plain = _llama_name(name, family)
@@ -274,6 +319,7 @@ def llama_arrays(arrays: Arrays, family: Family, heads: int, key_heads: int) -> 
 def own_arrays(arrays: Arrays, family: Family, heads: int) -> dict[str, np.ndarray]:
     """Returns arrays by Llama's names in the names and in the layout of a family."""
     result: dict[str, np.ndarray] = {}
+    arrays = _joined_experts(arrays) if family.joined_experts else arrays
     for name, array in arrays.items():
         fused = next(
             (f for f in family.fused if any(f".{part}." in name for part in f.parts)), None
@@ -295,16 +341,58 @@ def own_arrays(arrays: Arrays, family: Family, heads: int) -> dict[str, np.ndarr
 def own_name(name: str, family: Family) -> str:
     """Returns the name of an array in a family, from its name in Llama."""
     for llama, own in family.names.items():
-        if name.startswith(f"{llama}.") or f".{llama}." in name:
+        if f".{llama}." in f".{name}.":
             name = name.replace(llama, own, 1)
     return name
 
 
 def _llama_name(name: str, family: Family) -> str:
     for llama, own in family.names.items():
-        if name.startswith(f"{own}.") or f".{own}." in name:
+        if f".{own}." in f".{name}.":
             name = name.replace(own, llama, 1)
     return name
+
+
+# Parts of names of arrays of all experts, and of the arrays of a single expert.
+_ALL_EXPERTS = re.compile(r"(.+\.experts)\.(\w+?)(_bias)?")
+_ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+def _separate_experts(arrays: Arrays) -> Iterator[tuple[str, np.ndarray]]:
+    for name, array in arrays.items():
+        if not (match := _ALL_EXPERTS.fullmatch(name)):
+            yield name, array
+            continue
+        experts, module, bias = match.groups()
+        parts = {module: array}
+        if module == "gate_up_proj":  # Columns of both alternate.
+            parts = {"gate_proj": array[..., ::2], "up_proj": array[..., 1::2]}
+        for part, rows in parts.items():
+            for i, row in enumerate(rows):
+                yield f"{experts}.{i}.{part}.{'bias' if bias else 'weight'}", row.T
+
+
+def _joined_experts(arrays: Arrays) -> dict[str, np.ndarray]:
+    rows: dict[tuple[str, str, str], dict[int, np.ndarray]] = {}
+    result = {name: x for name, x in arrays.items() if not _ONE_EXPERT.fullmatch(name)}
+    for name, array in arrays.items():
+        if match := _ONE_EXPERT.fullmatch(name):
+            experts, i, module, kind = match.groups()
+            rows.setdefault((experts, module, kind), {})[int(i)] = array.T
+    for (experts, module, kind), own in rows.items():
+        joined, last = _joined(own), "_bias" if kind == "bias" else ""
+        if module == "gate_proj":
+            pair = joined, _joined(rows[experts, "up_proj", kind])
+            result[f"{experts}.gate_up_proj{last}"] = np.stack(pair, axis=-1).reshape(
+                *joined.shape[:-1], -1
+            )
+        elif module == "down_proj":
+            result[f"{experts}.down_proj{last}"] = joined
+    return result
+
+
+def _joined(rows: Mapping[int, np.ndarray]) -> np.ndarray:
+    return np.stack([rows[i] for i in range(len(rows))])
 
 
 def _with_transposed(arrays: Arrays, family: Family) -> dict[str, np.ndarray]:

@@ -23,12 +23,15 @@ from brt.layers.runs import runs
 from brt.models.decoder import Decoder, new_state
 
 # Names of modules in a layer. The array of a parameter `x_bias` is the bias of the module of `x`.
+# "*" stands for the indices of experts.
 _LAYER = {
     "norm": "input_layernorm", "queries": "self_attn.q_proj", "keys": "self_attn.k_proj",
     "values": "self_attn.v_proj", "output": "self_attn.o_proj",
     "queries_norm": "self_attn.q_norm", "keys_norm": "self_attn.k_norm",
     "mlp_norm": "post_attention_layernorm", "mlp_gate": "mlp.gate_proj",
-    "mlp_in": "mlp.up_proj", "mlp_out": "mlp.down_proj",
+    "mlp_in": "mlp.up_proj", "mlp_out": "mlp.down_proj", "router": "mlp.router",
+    "experts_gate": "mlp.experts.*.gate_proj", "experts_in": "mlp.experts.*.up_proj",
+    "experts_out": "mlp.experts.*.down_proj", "sink_logits": "self_attn.sinks",
 }  # fmt: skip
 # Models that normalise the outputs of attention and MLP use these names. Their
 # `post_attention_layernorm` is the norm of attention's output, whereas other models use this name
@@ -41,7 +44,7 @@ _TOP = {
     "embedding": "model.embed_tokens", "positions": "model.positions", "norm": "model.norm",
     "output": "lm_head",
 }  # fmt: skip
-_MATRICES = ("mlp_gate", "mlp_in", "mlp_out")
+_MATRICES = ("mlp_gate", "mlp_in", "mlp_out", "router")
 
 
 def _initial(model: Model) -> Mapping[str, Any]:
@@ -72,6 +75,9 @@ def _place(ours: str, leaf: jax.ShapeDtypeStruct, model: Model) -> Place:
     layers = [stack.name for stack in runs(model) for _ in range(stack.layers)]
     names = [f"model.layers.{i}.{theirs}" for i, name in enumerate(layers) if name == run]
     axes = len(leaf.shape) - 1
+    if "*" in theirs:
+        names = [name.replace("*", str(i)) for name in names for i in range(model.mlp.experts)]
+        return Place(leaf, names, leaf.shape[:1:-1], matrix=axes == 3)
     if "norm" in part or part.endswith("_bias"):
         return Place(leaf, names, (math.prod(leaf.shape[1:]),))
     # Kernels with an axis for heads have more than two axes; that of attention's output has four.
