@@ -114,6 +114,8 @@ class Windowed:
         # Of models with two kinds of rotary positions, the layers without a window have this one.
         options = {"layer_type": FULL} if hasattr(rotary, f"{FULL}_inv_freq") else {}
         cos, sin = rotary(torch.zeros(()), turns[None], **options)
+        if cos.shape[-1] == len(getattr(rotary, "inv_freq", ())):  # That of gpt-oss has one half.
+            cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         factor = torch.sqrt(cos[0, 0, 0] ** 2 + sin[0, 0, 0] ** 2)
         self.cos, self.sin = cos[0] / factor, sin[0] / factor
 
