@@ -129,6 +129,11 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         **_GROUPED, "SelfAttention.soft_cap": 2.0, "SelfAttention.normalize_qk": False,
         "Embedding.soft_cap": 3.0, "Window.by_layer": (3, 0), "Window.sinks": 2,
     },
+    "experts, a learned sink": {
+        **_GROUPED, "MLP.gated": True, "MLP.bias": True, "MLP.experts": 3,
+        "MLP.experts_per_token": 2, "MLP.clamp": 0.5, "SelfAttention.learned_sink": True,
+        "SelfAttention.normalize_qk": False, "Window.sinks": 2, "window": 6, "Window.block": 4,
+    },
     "learned positions": {
         "positions": "learned", "Rotary.context": 40, "Window.cache": False,
         "Norm.kind": "layer",

@@ -80,7 +80,7 @@ class Layer(nn.Module):
             v_proj=(width, groups),
         )  # fmt: skip
         linear(self, config.attention_bias == "all", o_proj=(read, width))
-        parameters(self, scale=(heads,))
+        parameters(self, scale=(heads,), **({"sink_logits": (heads,)} if config.learned_sink else {}))
         if (of := config.query_key_norms) != "none":
             for name, count in (("queries", heads), ("keys", config.num_key_value_heads)):
                 shape = (count, size) if of == "heads" else (size,)
@@ -189,13 +189,14 @@ class Layer(nn.Module):
             keys = self._rotated(state.sinks.keys, first_places)
             cap = config.soft_cap
             parts.append(part(turned, keys, state.sinks.values, left, far_bias, cap))
-        attended = read(parts)
+        sink = self.sink_logits if config.learned_sink else None
+        attended = read(parts, sink)
         if not self.memory_size:
             return attended
         seen = (distances > farthest) & (of_keys < block_starts) & (of_keys >= self.sinks)
         seen = seen & (of_keys >= block_starts - self.memory_size)
         turned = self._rotated(queries, torch.full_like(columns[-length:], farthest + 1))
-        both = read([*parts, part(turned, state.keys, state.values, seen, far_bias)])
+        both = read([*parts, part(turned, state.keys, state.values, seen, far_bias)], sink)
         gate = torch.tanh(self.memory_gate.float())[:, None]
         return (attended.float() + gate * (both.float() - attended.float())).to(attended)
 

@@ -129,13 +129,17 @@ def part(queries, keys, values, seen, bias=0.0, cap=0.0):
     return Part(capped(logits, cap) + bias, seen, by_query_head(values, heads))
 
 
-def read(parts):
+def read(parts, sink=None):
     """Returns the attention output [B, T, H, K] of one softmax over the keys of all `Part`s in the
-    list `parts`; 0 for tokens that see no key."""
+    list `parts`, and over a key without value that has the logits `sink` [H], if any; 0 for tokens
+    that see no key."""
     seen = torch.cat([p.seen for p in parts], dim=-1)
     values = torch.cat([p.values for p in parts], dim=1)
     logits = torch.cat([p.logits for p in parts], dim=-1).masked_fill(~seen[:, None], -1e6)
-    weights = torch.softmax(logits, dim=-1) * seen[:, None]
+    if sink is not None:
+        sink = sink.float()[:, None, None].expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., : seen.shape[-1]] * seen[:, None]
     return torch.einsum("bhqx,bxhk->bqhk", weights.to(values), values)
 
 
@@ -312,13 +316,25 @@ class DeltaMemory(nn.Module):
 
 
 def register_mlp(module, config):
-    """Adds the linear maps of an MLP and its norms to the module of a layer; `config` has the
-    settings of the model."""
-    width, hidden = config.hidden_size, config.intermediate_size
-    sizes = {"up_proj": (width, hidden), "down_proj": (hidden, width)}
-    if config.gated_mlp:
-        sizes["gate_proj"] = (width, hidden)
-    linear(module, config.mlp_bias, **sizes)
+    """Adds the linear maps of an MLP, or of a router and its experts, and the norms to the module
+    of a layer; `config` has the settings of the model."""
+    width, hidden, experts = config.hidden_size, config.intermediate_size, config.num_experts
+    if experts:
+        into, bias = (experts, width, hidden), (experts, hidden)
+        parameters(
+            module, router=(width, experts), experts_in=into, experts_gate=into,
+            experts_out=(experts, hidden, width),
+        )  # fmt: skip
+        if config.mlp_bias:
+            parameters(
+                module, router_bias=(experts,), experts_in_bias=bias, experts_gate_bias=bias,
+                experts_out_bias=(experts, width),
+            )  # fmt: skip
+    else:
+        gate = {"gate_proj": (width, hidden)} if config.gated_mlp else {}
+        linear(
+            module, config.mlp_bias, up_proj=(width, hidden), down_proj=(hidden, width), **gate
+        )
     if config.norm_place != "after":
         register_norm(module, config, "mlp_norm")
     if config.norm_place != "before":
@@ -329,12 +345,44 @@ def mlp(module, config, x):
     """Returns the output of the MLP for x [B, T, D]; `module` has the parameters of the MLP, which
     `register_mlp` has registered, and `config` has the settings of the model."""
     h = x if config.norm_place == "after" else model_norm(module, config, "mlp_norm", x)
-    activation, hidden = ACTIVATIONS[config.hidden_act], module.up_proj(h)
-    if config.gated_mlp:
-        hidden = hidden * activation(module.gate_proj(h))
+    if config.num_experts:
+        y = apply_experts(module, config, h)
+    elif config.gated_mlp:
+        y = module.down_proj(gated_unit(config, module.up_proj(h), module.gate_proj(h)))
     else:
-        hidden = activation(hidden)
-    y = module.down_proj(hidden)
+        y = module.down_proj(ACTIVATIONS[config.hidden_act](module.up_proj(h)))
     if config.norm_place != "before":
         y = model_norm(module, config, "mlp_output_norm", y)
     return y * config.residual_factor
+
+
+def gated_unit(config, hidden, gate):
+    """Returns the hidden units of a gated MLP from its two projections."""
+    if not (limit := config.mlp_clamp):
+        return hidden * ACTIVATIONS[config.hidden_act](gate)
+    gate = gate.clamp(max=limit)
+    return (hidden.clamp(-limit, limit) + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def apply_experts(module, config, h):
+    """Returns, for h [B, T, D], the sum of the outputs of the experts that the router chooses for
+    each token, times their probabilities."""
+
+    def project(x, name, expert=...):
+        bias = getattr(module, f"{name}_bias")[expert] if config.mlp_bias else 0.0
+        return x @ getattr(module, name)[expert] + bias
+
+    probabilities = torch.softmax(project(h, "router").float(), dim=-1)
+    shares, chosen = probabilities.topk(config.num_experts_per_tok, dim=-1)
+    if config.norm_topk_prob:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    y = torch.zeros_like(h)
+    for expert in chosen.unique().tolist():
+        rows = (chosen == expert).any(dim=-1)
+        x, share = h[rows], (shares * (chosen == expert)).sum(dim=-1)[rows]
+        hidden = gated_unit(
+            config, project(x, "experts_in", expert), project(x, "experts_gate", expert)
+        )
+        out = project(hidden, "experts_out", expert) * share[:, None].to(h)
+        y = y.index_put(rows.nonzero(as_tuple=True), out, accumulate=True)
+    return y
