@@ -11,7 +11,8 @@ rows.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,39 +73,43 @@ def apply_experts(
     if weights.router_bias is not None:
         logits = add_shared(logits, weights.router_bias)
     chosen, shares = route(logits, count, normalize)
-    experts = weights._replace(router=None, router_bias=None, out_bias=None)
-
-    def on_device(x: Array, chosen: Array, shares: Array, experts: ExpertWeights) -> Array:
-        rows, own = x.reshape(-1, x.shape[-1]), (z.reshape(-1, count) for z in (chosen, shares))
-        return _by_expert(rows, *own, experts, unit).reshape(x.shape)
-
-    if not rules.partitioned():
-        y = on_device(x, chosen, shares, experts)
-    else:
-        by_token = rules.partition_spec("lanes", tokens, None, shape=x.shape)
-        wide = rules.partition_spec(None, None, "mlp", shape=experts.into.shape)
-        specs = ExpertWeights(None, None, wide, P(None, wide[2]), wide, P(None, wide[2]),
-                              P(None, wide[2], None), None)
-
-        def summed(*arguments: Array) -> Array:
-            y = on_device(*arguments)
-            return jax.lax.psum(y, wide[2]) if wide[2] else y
-
-        y = dispatch.on_devices(summed, (by_token, by_token, by_token, specs), by_token)(
-            x, chosen, shares, experts
-        )
+    y = _on_each_device(x, chosen, shares, weights, unit, tokens)
     if weights.out_bias is None:
         return y
     by_expert = jnp.sum(jax.nn.one_hot(chosen, len(weights.out_bias)) * shares[..., None], axis=-2)
     return y + dense(by_expert.astype(y.dtype), weights.out_bias)
 
 
+def _on_each_device(
+    x: Float[Array, "B T D"], chosen: Int[Array, "B T C"], shares: Float[Array, "B T C"],
+    weights: ExpertWeights, unit: Unit, tokens: str | None,
+) -> Float[Array, "B T D"]:  # fmt: skip
+    """Computes `apply_experts` without the bias of outputs."""
+    experts = weights._replace(router=None, router_bias=None, out_bias=None)
+
+    def on_device(
+        x: Array, chosen: Array, shares: Array, experts: ExpertWeights, summed: Any = None
+    ) -> Array:
+        rows, *own = (z.reshape(-1, z.shape[-1]) for z in (x, chosen, shares))
+        y = _by_expert(rows, *own, experts, unit).reshape(x.shape)
+        return jax.lax.psum(y, summed) if summed else y
+
+    if not rules.partitioned():
+        return on_device(x, chosen, shares, experts)
+    by_token = rules.partition_spec("lanes", tokens, None, shape=x.shape)
+    into = rules.partition_spec(None, None, "mlp", shape=experts.into.shape)
+    bias, out = P(None, into[2]), P(None, into[2], None)
+    specs = ExpertWeights(None, None, into, bias, into, bias, out, None)
+    call = dispatch.on_devices(
+        partial(on_device, summed=into[2]), (by_token, by_token, by_token, specs), by_token
+    )
+    return call(x, chosen, shares, experts)
+
+
 def _by_expert(
     x: Float[Array, "N D"], chosen: Int[Array, "N C"], shares: Float[Array, "N C"],
     weights: ExpertWeights, unit: Unit,
 ) -> Float[Array, "N D"]:  # fmt: skip
-    """Computes `apply_experts` without the bias of outputs."""
-
     def expert(inputs: tuple[Float[Array, "R D"], Int[Array, ""]]) -> Float[Array, "R D"]:
         rows, index = inputs
         own = jax.tree.map(lambda z: z[index], weights)
