@@ -35,22 +35,18 @@ class MLP:
     # True multiplies the activations by a second projection of the input (Shazeer 2020).
     gated: bool = inherited(False)
     bias: bool = inherited(False)  # True adds biases to all products.
-    # Number of gated MLPs of width Model.mlp_dim (experts), from which a router chooses for each
-    # token (Shazeer et al. 2017); 0 makes an MLP that all tokens share.
+    # Number of gated MLPs (experts), among which a router chooses for each token (Shazeer et al.
+    # 2017); 0 stands for one MLP for all tokens.
     experts: int = derived(0)
-    experts_per_token: int = derived(1)  # Number of experts that the router chooses for a token.
+    experts_per_token: int = derived(1)  # Number of experts of a token.
     # True divides the probabilities of the experts of a token by their sum.
     normalize_router: bool = derived(True)
-    # A positive number c selects the gated unit of gpt-oss: gate * sigmoid(1.702 gate), with a gate
-    # of at most c, times 1 plus the other projection, which is limited to -c to c.
+    # A positive number c selects gpt-oss's hidden units: gate * sigmoid(1.702 gate), for a gate of
+    # at most c, times 1 plus the other projection within -c and c.
     clamp: float = derived(0.0)
 
     def __post_init__(self) -> None:
         check_section(self)
-        check(
-            self.gated or not (self.experts or self.clamp),
-            f"MLP.experts = {self.experts} and MLP.clamp = {self.clamp} need MLP.gated = True",
-        )
         check(
             not self.experts or 0 < self.experts_per_token <= self.experts,
             f"MLP.experts_per_token = {self.experts_per_token} must be from 1 to MLP.experts = "
@@ -152,7 +148,7 @@ class SelfAttention:
     # A positive number c replaces each logit x of tokens in the window and of sinks by
     # c * tanh(x / c), as in Gemma 2; 0 changes none.
     soft_cap: float = derived(0.0)
-    # True adds a learned logit of each head to the softmax, whose value is zero, as in gpt-oss.
+    # True adds a learned logit of each head to the softmax, without a value, as in gpt-oss.
     learned_sink: bool = derived(False)
 
     def __post_init__(self) -> None:
@@ -378,14 +374,12 @@ class Model:
             f"SelfAttention.kv_heads = {self.attention.kv_heads} must be Model.heads = "
             f"{self.heads} for layers of {', '.join(names)}",
         )
+        m = self.attention
         check(
-            not self.attention.soft_cap or (not names and self.sliding.mask_empty_cache),
-            f"SelfAttention.soft_cap = {self.attention.soft_cap} needs Window.mask_empty_cache = "
-            f"True, and no layers of {', '.join(names) or 'some kinds'}",
-        )
-        check(
-            not names or not self.attention.learned_sink,
-            f"SelfAttention.learned_sink = True needs no layers of {', '.join(names)}",
+            not (m.soft_cap or m.learned_sink) or (not names and self.sliding.mask_empty_cache),
+            f"SelfAttention.soft_cap = {m.soft_cap} and SelfAttention.learned_sink = "
+            f"{m.learned_sink} need Window.mask_empty_cache = True, and no layers of "
+            f"{', '.join(names) or 'some kinds'}",
         )
         check(
             not names or not sinks,

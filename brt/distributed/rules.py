@@ -50,6 +50,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     ),
     (),
 )  # fmt: skip
+# Along these axes, parameters of several layers or experts are stacked.
+STACKS = ("layers", "experts")
 
 
 def spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -92,9 +94,9 @@ def parameter_spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> Partitio
 def is_matrix(names: Names) -> bool:
     """Returns True if a parameter with axes of these names is a matrix, False if it is a vector.
 
-    The axis "layers", along which the parameters of several layers are stacked, is not counted.
+    The axes along which parameters are stacked (`STACKS`) are not counted.
     """
-    return sum(name != "layers" for name in names) > 1
+    return sum(name not in STACKS for name in names) > 1
 
 
 def _devices(axis: str, mesh: Mesh) -> int:

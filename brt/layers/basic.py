@@ -244,35 +244,30 @@ INTO_MLP, FROM_MLP = ("embed", "mlp"), ("mlp", "embed")
 
 def expert_parameters(module: nn.Module, model: Model) -> ExpertWeights:
     """Creates the parameters of a router and of the experts between which it chooses."""
-    m = model
-    sizes = {"experts": m.mlp.experts, "embed": m.model_dim, "mlp": m.mlp_dim}
-    init = nn.initializers.variance_scaling(
-        1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0
-    )
+    sizes = {"experts": model.mlp.experts, "embed": model.model_dim, "mlp": model.mlp_dim}
 
-    def kernel(name: str, *axes: str, init: Initializer | None = init) -> Any:
-        shape = tuple(sizes[axis] for axis in axes)
-        return product_kernel(module, m, name, shape, axes, init)
+    def kernel_and_bias(name: str, *axes: str) -> tuple[Any, Array | None]:
+        experts, of_bias = range(len(axes) - 2), (*axes[:-2], axes[-1])
+        shape, shape_of_bias = (tuple(sizes[axis] for axis in own) for own in (axes, of_bias))
+        init = nn.initializers.lecun_normal(batch_axis=experts)
+        kernel = product_kernel(module, model, name, shape, axes, init)
+        if not model.mlp.bias:
+            return kernel, None
+        return kernel, parameter(module, f"{name}_bias", shape_of_bias, of_bias, ZEROS)
 
-    def bias(name: str, *axes: str) -> Array | None:
-        shape = tuple(sizes[axis] for axis in axes)
-        return parameter(module, f"{name}_bias", shape, axes, ZEROS) if m.mlp.bias else None
-
-    wide = "experts", "mlp"
     return ExpertWeights(
-        kernel("router", "embed", "experts", init=None), bias("router", "experts"),
-        kernel("experts_in", "experts", *INTO_MLP), bias("experts_in", *wide),
-        kernel("experts_gate", "experts", *INTO_MLP), bias("experts_gate", *wide),
-        kernel("experts_out", "experts", *FROM_MLP), bias("experts_out", "experts", "embed"),
-    )  # fmt: skip
+        *kernel_and_bias("router", "embed", "experts"),
+        *kernel_and_bias("experts_in", "experts", *INTO_MLP),
+        *kernel_and_bias("experts_gate", "experts", *INTO_MLP),
+        *kernel_and_bias("experts_out", "experts", *FROM_MLP),
+    )
 
 
 class MLP(nn.Module):
     """A projection to `Model.mlp_dim`, an activation, and a projection back.
 
     In gated MLPs, the activation is applied to a second projection `mlp_gate` of the input, and the
-    first projection is multiplied by the result. With `MLP.experts`, each token has such MLPs of
-    its own choice.
+    first projection is multiplied by the result. With `MLP.experts`, a router chooses among MLPs.
     """
 
     model: Model
@@ -331,9 +326,8 @@ class MLP(nn.Module):
 
 
 def mlp_flops(model: Model) -> int:
-    """Returns the FLOPs per token of an `MLP`: of the router and of the experts of the token."""
-    m, chosen = model, model.mlp.experts_per_token if model.mlp.experts else 1
-    return (
-        (6 if m.mlp.gated else 4) * m.model_dim * m.mlp_dim * chosen
-        + 2 * m.model_dim * m.mlp.experts
-    )  # fmt: skip
+    """Returns the FLOPs per token of an `MLP`."""
+    flops = (6 if model.mlp.gated else 4) * model.model_dim * model.mlp_dim
+    if count := model.mlp.experts:
+        return model.mlp.experts_per_token * flops + 2 * model.model_dim * count
+    return flops

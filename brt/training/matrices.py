@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from jaxtyping import Array
 
-from brt.distributed.rules import Names
+from brt.distributed.rules import STACKS, Names
 
 # `Axes` maps the path of every parameter to the names of the parameter's axes.
 Axes = Mapping[str, Names]
@@ -26,9 +26,11 @@ TABLES = {"vocab", "states", "buckets", "positions", "types", "clusters"}
 
 
 def is_kernel(axes: Names) -> bool:
-    """Returns True for the matrix of a linear map, or a stack of them by layer; not for a table."""
-    names = matrix_names(axes)
-    return len(names[names[:1] == ("layers",) :]) == 2 and not TABLES & set(names)
+    """Returns True for the matrix of a linear map, or a stack of them by layer or expert; not for a
+    table or a router.
+    """
+    names = [name for name in matrix_names(axes) if name not in STACKS]
+    return len(names) == 2 and not TABLES & set(names)
 
 
 def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:

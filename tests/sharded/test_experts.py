@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.core import meta
-
 from model_settings import with_settings
 
 from brt.config import Mesh, Model

@@ -3,6 +3,7 @@
 Adapters are trained instead of kernels and later merged into them.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from model_settings import changed
+from model_settings import changed, with_settings
 from sharded_cases import CASES, curve, with_optimizer, worst
 
 from brt.checkpointing import reader
@@ -74,6 +75,20 @@ def test_kernels_as_matrices_get_the_product(tmp_path: Path) -> None:
         a, b = (np.asarray(before[f"adapters/{path}/{name}"], np.float64) for name in "ab")
         expected = as_matrix(axes[path], before[path]) + 2.0 * (a @ b)
         np.testing.assert_allclose(as_matrix(axes[path], after[path]), expected, atol=1e-5)
+
+
+def test_every_expert_has_an_adapter_and_the_router_has_none(tmp_path: Path) -> None:
+    made = sized(config(tmp_path))
+    model = with_settings(made.model, {"MLP.gated": True, "MLP.experts": 3})
+    adapter = Adapter(rank=2, alpha=4.0, kernels=("*/tokens/*",))
+    made = dataclasses.replace(made, model=model, adapter=adapter)
+    params = random_params(made)
+    before, after = (flatten_dict(t, sep="/") for t in (params, merged_params(made, params)))
+    assert not any("router" in path for path in before if path.startswith("adapters/"))
+    for name in ("experts_in", "experts_gate", "experts_out"):
+        path = f"stack/window_0/tokens/{name}"
+        a, b = (np.asarray(before[f"adapters/{path}/{x}"], np.float64) for x in "ab")
+        np.testing.assert_allclose(after[path], before[path] + 2.0 * (a @ b), atol=1e-5)
 
 
 def test_a_new_model_with_adapters_is_the_model_without(tmp_path: Path) -> None:

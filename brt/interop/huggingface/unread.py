@@ -40,7 +40,7 @@ _COMMON = {
 _PARTS = (
     (r"multiplier|logits?_scal|scale_|_scal(e|ing)$|mup", "factors of activations or logits"),
     (r"soft_?cap", "soft caps"),
-    (r"shared?_(expert|moe)|shared?_inter|first_k_dense|n_group|topk_group", "shared experts"),
+    (r"shared_(expert|inter)", "shared experts"),
     (r"expert|moe|router", "experts of this kind"),
     (r"rope|rotary|nope|alibi|position|yarn", "positions of this kind"),
     (r"sink", "sinks of this kind"),

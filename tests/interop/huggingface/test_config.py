@@ -85,8 +85,8 @@ def test_a_silent_config_takes_their_defaults() -> None:
         (T5_SMALL, {"model_type": "pegasus"}, "= 'pegasus' cannot be read; brt reads t5,"),
         (
             T5_SMALL,
-            {"model_type": "mixtral", "num_local_experts": 8},
-            r"'mixtral' cannot be read: brt lacks experts \(num_local_experts\); brt reads t5,",
+            {"model_type": "deepseek", "num_experts": 8, "n_shared_experts": 1},
+            r"'deepseek' cannot be read: brt lacks shared experts \(n_shared_experts\); brt reads ",
         ),
         (T5_SMALL, {"feed_forward_proj": "gated-silu"}, "'gated-silu' is not supported; .*relu"),
         (T5_SMALL, {"eos_token_id": [1, 2]}, r"eos_token_id = \[1, 2\] must be one id"),

@@ -67,6 +67,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "pythia": ("GPTNeoX", {"rotary_pct": 0.5}),
     "pythia in sequence": ("GPTNeoX", {"use_parallel_residual": False, "attention_bias": False}),
     "gpt2": ("GPT2", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 3, "head_dim": 8}),
+    "qwen3 with experts": ("Qwen3Moe", {
+        "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "norm_topk_prob": True}),
+    "gpt_oss": ("GptOss", {
+        "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16,
+        "layer_types": [LOCAL, FULL, LOCAL], "rope_parameters": {**YARN, "truncate": False}}),
 }  # fmt: skip
 T5 = {
     "vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,

@@ -99,7 +99,7 @@ def _adapter_arrays(
 
     def own(name: str) -> str:
         fused = any(f".{part}." in name for one in table.fused for part in one.parts)
-        if fused or table.transposed:
+        if fused or table.transposed or ".experts." in name:
             raise CheckpointError(
                 f"the adapter of {name.removesuffix('.weight')} cannot be exported for "
                 f"{table.name}, whose matrices have another layout; export the whole model, "

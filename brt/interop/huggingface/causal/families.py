@@ -340,59 +340,51 @@ def own_arrays(arrays: Arrays, family: Family, heads: int) -> dict[str, np.ndarr
 
 def own_name(name: str, family: Family) -> str:
     """Returns the name of an array in a family, from its name in Llama."""
-    for llama, own in family.names.items():
-        if f".{llama}." in f".{name}.":
-            name = name.replace(llama, own, 1)
-    return name
+    return _renamed(name, family.names)
 
 
 def _llama_name(name: str, family: Family) -> str:
-    for llama, own in family.names.items():
-        if f".{own}." in f".{name}.":
-            name = name.replace(own, llama, 1)
+    return _renamed(name, {own: llama for llama, own in family.names.items()})
+
+
+def _renamed(name: str, parts: Mapping[str, str]) -> str:
+    for before, after in parts.items():
+        if f".{before}." in f".{name}.":
+            name = name.replace(before, after, 1)
     return name
-
-
-# Parts of names of arrays of all experts, and of the arrays of a single expert.
-_ALL_EXPERTS = re.compile(r"(.+\.experts)\.(\w+?)(_bias)?")
-_ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 def _separate_experts(arrays: Arrays) -> Iterator[tuple[str, np.ndarray]]:
     for name, array in arrays.items():
-        if not (match := _ALL_EXPERTS.fullmatch(name)):
-            yield name, array
-            continue
-        experts, module, bias = match.groups()
-        parts = {module: array}
-        if module == "gate_up_proj":  # Columns of both alternate.
+        layer, found, module = name.partition(".experts.")
+        kind = "bias" if module.endswith("_bias") else "weight"
+        parts = {module.removesuffix("_bias"): array}
+        if "gate_up_proj" in parts:  # Columns of both alternate.
             parts = {"gate_proj": array[..., ::2], "up_proj": array[..., 1::2]}
-        for part, rows in parts.items():
+        for part, rows in parts.items() if found else ():
             for i, row in enumerate(rows):
-                yield f"{experts}.{i}.{part}.{'bias' if bias else 'weight'}", row.T
+                yield f"{layer}.experts.{i}.{part}.{kind}", row.T
+        if not found:
+            yield name, array
 
 
 def _joined_experts(arrays: Arrays) -> dict[str, np.ndarray]:
-    rows: dict[tuple[str, str, str], dict[int, np.ndarray]] = {}
-    result = {name: x for name, x in arrays.items() if not _ONE_EXPERT.fullmatch(name)}
+    # Inverts `_separate_experts`. The experts of a layer come in their order.
+    result: dict[str, np.ndarray] = {}
+    rows: dict[tuple[str, ...], list[np.ndarray]] = {}
     for name, array in arrays.items():
-        if match := _ONE_EXPERT.fullmatch(name):
-            experts, i, module, kind = match.groups()
-            rows.setdefault((experts, module, kind), {})[int(i)] = array.T
+        if match := re.fullmatch(r"(.+\.experts)\.\d+\.(\w+)\.(\w+)", name):
+            rows.setdefault(match.groups(), []).append(array.T)
+        else:
+            result[name] = array
     for (experts, module, kind), own in rows.items():
-        joined, last = _joined(own), "_bias" if kind == "bias" else ""
+        joined, last = np.stack(own), "_bias" if kind == "bias" else ""
         if module == "gate_proj":
-            pair = joined, _joined(rows[experts, "up_proj", kind])
-            result[f"{experts}.gate_up_proj{last}"] = np.stack(pair, axis=-1).reshape(
-                *joined.shape[:-1], -1
-            )
-        elif module == "down_proj":
-            result[f"{experts}.down_proj{last}"] = joined
+            pair = joined, np.stack(rows[experts, "up_proj", kind])
+            joined = np.stack(pair, axis=-1).reshape(*joined.shape[:-1], -1)
+        if module != "up_proj":
+            result[f"{experts}.{module.replace('gate', 'gate_up')}{last}"] = joined
     return result
-
-
-def _joined(rows: Mapping[int, np.ndarray]) -> np.ndarray:
-    return np.stack([rows[i] for i in range(len(rows))])
 
 
 def _with_transposed(arrays: Arrays, family: Family) -> dict[str, np.ndarray]:

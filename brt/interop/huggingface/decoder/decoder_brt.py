@@ -80,7 +80,9 @@ class Layer(nn.Module):
             v_proj=(width, groups),
         )  # fmt: skip
         linear(self, config.attention_bias == "all", o_proj=(read, width))
-        parameters(self, scale=(heads,), **({"sink_logits": (heads,)} if config.learned_sink else {}))
+        parameters(self, scale=(heads,))
+        if config.learned_sink:
+            parameters(self, sink_logits=(heads,))
         if (of := config.query_key_norms) != "none":
             for name, count in (("queries", heads), ("keys", config.num_key_value_heads)):
                 shape = (count, size) if of == "heads" else (size,)

@@ -319,22 +319,17 @@ def register_mlp(module, config):
     """Adds the linear maps of an MLP, or of a router and its experts, and the norms to the module
     of a layer; `config` has the settings of the model."""
     width, hidden, experts = config.hidden_size, config.intermediate_size, config.num_experts
+    sizes = {"up_proj": (width, hidden), "down_proj": (hidden, width)}
+    if config.gated_mlp:
+        sizes["gate_proj"] = (width, hidden)
+    into = experts, width, hidden
+    kernels = {"router": (width, experts), "experts_in": into, "experts_gate": into}
+    kernels["experts_out"] = experts, hidden, width
+    biases = {f"{name}_bias": (*shape[:-2], shape[-1]) for name, shape in kernels.items()}
     if experts:
-        into, bias = (experts, width, hidden), (experts, hidden)
-        parameters(
-            module, router=(width, experts), experts_in=into, experts_gate=into,
-            experts_out=(experts, hidden, width),
-        )  # fmt: skip
-        if config.mlp_bias:
-            parameters(
-                module, router_bias=(experts,), experts_in_bias=bias, experts_gate_bias=bias,
-                experts_out_bias=(experts, width),
-            )  # fmt: skip
+        parameters(module, **kernels, **(biases if config.mlp_bias else {}))
     else:
-        gate = {"gate_proj": (width, hidden)} if config.gated_mlp else {}
-        linear(
-            module, config.mlp_bias, up_proj=(width, hidden), down_proj=(hidden, width), **gate
-        )
+        linear(module, config.mlp_bias, **sizes)
     if config.norm_place != "after":
         register_norm(module, config, "mlp_norm")
     if config.norm_place != "before":
@@ -372,17 +367,15 @@ def apply_experts(module, config, h):
         bias = getattr(module, f"{name}_bias")[expert] if config.mlp_bias else 0.0
         return x @ getattr(module, name)[expert] + bias
 
-    probabilities = torch.softmax(project(h, "router").float(), dim=-1)
-    shares, chosen = probabilities.topk(config.num_experts_per_tok, dim=-1)
+    shares = torch.softmax(project(h, "router").float(), dim=-1)
+    shares, chosen = shares.topk(config.num_experts_per_tok, dim=-1)
     if config.norm_topk_prob:
         shares = shares / shares.sum(dim=-1, keepdim=True)
     y = torch.zeros_like(h)
-    for expert in chosen.unique().tolist():
-        rows = (chosen == expert).any(dim=-1)
-        x, share = h[rows], (shares * (chosen == expert)).sum(dim=-1)[rows]
-        hidden = gated_unit(
-            config, project(x, "experts_in", expert), project(x, "experts_gate", expert)
-        )
-        out = project(hidden, "experts_out", expert) * share[:, None].to(h)
-        y = y.index_put(rows.nonzero(as_tuple=True), out, accumulate=True)
+    for i in chosen.unique().tolist():
+        *rows, place = (chosen == i).nonzero(as_tuple=True)
+        x = h[rows]
+        x = gated_unit(config, project(x, "experts_in", i), project(x, "experts_gate", i))
+        x = project(x, "experts_out", i) * shares[(*rows, place)][:, None].to(h)
+        y = y.index_put(tuple(rows), x, accumulate=True)
     return y
