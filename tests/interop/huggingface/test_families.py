@@ -47,6 +47,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 32, "query_pre_attn_scalar": 8,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "mixtral": {"num_local_experts": 3},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
 }  # fmt: skip
 # These are exported with brt's PyTorch code. The values are changes of the settings of a Llama.
 WITH_CODE: dict[str, dict[str, Any]] = {
@@ -55,6 +62,7 @@ WITH_CODE: dict[str, dict[str, Any]] = {
     "dense memory": {"DenseMemory.layers": (1,), "DenseMemory.size": 48,
         "DenseMemory.gate": "tanh"},
     "Gated DeltaNet": {"GatedDeltaNet.window_layers": (1,)},
+    "experts": {"MLP.experts": 3, "MLP.experts_per_token": 2, "SelfAttention.learned_sink": True},
 }  # fmt: skip
 NEOX_MODULES = ["query_key_value", "dense_4h_to_h"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
