@@ -28,6 +28,9 @@ class Embedding:
         check_section(self, positive=["factor", "logit_divisor"])
 
 
+_MOST_EXPERTS = 4096  # Converted models name arrays of every expert.
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLP:
     """Settings of the decoder's MLPs, besides `Model.mlp_dim` and `Model.activation`."""
@@ -48,9 +51,9 @@ class MLP:
     def __post_init__(self) -> None:
         check_section(self)
         check(
-            not self.experts or 0 < self.experts_per_token <= self.experts,
-            f"MLP.experts_per_token = {self.experts_per_token} must be from 1 to MLP.experts = "
-            f"{self.experts}",
+            not self.experts or 0 < self.experts_per_token <= self.experts <= _MOST_EXPERTS,
+            f"MLP.experts = {self.experts} must be from MLP.experts_per_token = "
+            f"{self.experts_per_token} (at least 1) to {_MOST_EXPERTS:,}",
         )
 
 

@@ -16,7 +16,7 @@ import pytest
 from model_settings import with_settings
 
 from brt.config import Model
-from brt.errors import CheckpointError
+from brt.errors import CheckpointError, ConfigError
 from brt.interop.huggingface.causal import config, families, rotary, weights
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.models.decoder import Decoder, logits, new_state, output_weights
@@ -189,6 +189,16 @@ def test_configs_of_earlier_transformers_say_the_same() -> None:
     assert model_of(older) == model_of({**gemma, "rope_parameters": both})
 
 
+def test_experts_have_other_keys_in_files_of_the_hub() -> None:
+    newer = case("qwen3_moe").described
+    older = {("num_experts" if k == "num_local_experts" else k): x for k, x in newer.items()}
+    assert model_of(older) == model_of(newer)
+    assert model_of(newer).mlp.experts == 5
+    for changes in ({"num_experts_per_tok": 6}, {"num_local_experts": 10**12}):
+        with pytest.raises(ConfigError, match=r"MLP\.experts = .* must be "):
+            config.read(newer | changes, WindowChoice())
+
+
 def test_scaling_of_gemma_is_for_layers_without_a_window() -> None:
     described = case("gemma3").described
     described["rope_parameters"]["full_attention"] |= {"rope_type": "linear", "factor": 8.0}
@@ -217,6 +227,9 @@ def test_scaling_of_gemma_is_for_layers_without_a_window() -> None:
         ({"hidden_size": "32"}, "hidden_size is '32', which is no int"),
         ({"num_attention_heads": None}, "has no 'num_attention_heads'"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({"num_local_experts": 8}, "num_local_experts = 8 asks for experts of this kind"),
+        ({"model_type": "mixtral", "n_shared_experts": 1}, "= 1 asks for shared experts"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not"),
     ],
 )
 def test_a_config_that_brt_cannot_compute_is_refused(change: dict[str, Any], message: str) -> None:

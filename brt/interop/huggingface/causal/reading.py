@@ -105,7 +105,9 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
     adapter = directory if (directory / CONFIG).is_file() else None
     directory = base_of(adapter) if adapter else directory
     described = files.read_json(directory / "config.json")
-    model, unread_keys = config.read(described, choice)
+    model, kept_keys = config.read(described, choice)
+    family = FAMILIES[config.text_part(described)["model_type"]]
+    unread_keys = [x for x in kept_keys if x not in {*family.required, *family.aliases.values()}]
     ids, sampling = generation_settings(directory, model.vocab_size)
     tokenizer, file, notes = _tokenizer(adapter if adapter and _files(adapter) else directory)
     if tokenizer.vocab_size > model.vocab_size:
