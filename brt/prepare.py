@@ -2,6 +2,7 @@
 
 Documents, for language models:
   python -m brt.prepare --documents 'books/*.txt' --tokenizer train:32000 --output data/books
+  python -m brt.prepare --documents a.jsonl --columns prompt=body completion=gist --output data/a
 
 Documents with summaries, from published files on this machine:
   python -m brt.prepare --pairs cnn_dailymail --raw downloads/cnn_dailymail
@@ -31,7 +32,7 @@ ROLES = ("source", "target", "id")
 KINDS = ("cnn_dailymail", "xsum", "arxiv", "pubmed", "media_sum", "files")
 COMMON = {"validation", "test", "output", "errors"}
 DOCUMENTS = COMMON | {
-    "documents", "tokenizer", "text_field", "validation_fraction", "test_fraction",
+    "documents", "tokenizer", "columns", "validation_fraction", "test_fraction",
     "max_bad_records",
 }  # fmt: skip
 FILES = COMMON | {"pairs", "name", "train", "source_field", "target_field", "id_field"}
@@ -40,8 +41,12 @@ RAW = {"pairs", "raw", "output", "errors"}
 # and PAIR_FLAGS are phrases in errors that name settings, and the values replace these phrases.
 DOCUMENT_FLAGS = {
     "Data.train": "--documents",
-    **{f"Data.{flag}": f"--{flag}" for flag in DOCUMENTS - {"output", "documents", "text_field"}},
-    "Data.columns = ('text=FIELD',)": "--text_field",
+    **{f"Data.{flag}": f"--{flag}" for flag in DOCUMENTS - {"output", "documents"}},
+    "Data.columns = ('text=FIELD',)": "--columns text=FIELD",
+    "Data.columns = ('messages=FIELD',)": "--columns messages=FIELD",
+    "Data.columns = ('prompt=FIELD', 'completion=FIELD')": (
+        "--columns prompt=FIELD completion=FIELD"
+    ),
 }
 PAIR_FLAGS = {
     **{f"Data.{flag}": f"--{flag}" for flag in (COMMON | {"train"}) - {"output"}},
@@ -72,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
     documents.add_argument("--tokenizer", type=command_line.setting,
                            help="bytes (default), path/to/file.model, path/to/tokenizer.json or "
                            "train:VOCAB_SIZE")  # fmt: skip
-    documents.add_argument("--text_field", help="default: text")
+    documents.add_argument("--columns", nargs="+", metavar="ROLE=FIELD",
+                           help="text=FIELD (default: text=text), messages=FIELD, or prompt=FIELD "
+                           "completion=FIELD separator=TEXT, where \\n is a line end")  # fmt: skip
     documents.add_argument("--max_bad_records", type=int, metavar="N",
                            help="leave out up to N unreadable documents; default: 0")  # fmt: skip
     for split in ("validation", "test"):
@@ -132,10 +139,9 @@ def _documents(args: argparse.Namespace) -> None:
     settings = {
         flag: value for flag, value in vars(args).items() if flag not in ("documents", "output")
     }
-    for split in ("validation", "test"):
-        settings[split] = tuple(settings.get(split, ()))
-    if field := settings.pop("text_field", ""):
-        settings["columns"] = (f"text={field}",)
+    for name in ("validation", "test", "columns"):
+        settings[name] = tuple(settings.get(name, ()))
+    settings["columns"] = tuple(column.replace(r"\n", "\n") for column in settings["columns"])
     dataset = preparation.prepare(config.Data(train=tuple(args.documents), **settings), args.output)
     output.show(preparation.summary(dataset))
     output.show(

@@ -35,7 +35,7 @@ IN_BUCKET = "gs://bucket/a/run"
 # These flags take texts that are no files.
 TEXTS = {
     "--gin_bindings", "--prompt", "--stop", "--windows", "--topology", "--allow_config_change",
-    "--coordinator_address", "--slurm", "--name", "--text_field", "--source_field",
+    "--coordinator_address", "--slurm", "--name", "--columns", "--source_field",
     "--target_field", "--id_field", "--system",
 }  # fmt: skip
 # These settings have texts that are no files.

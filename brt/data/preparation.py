@@ -639,8 +639,10 @@ def summary(dataset: Dataset) -> str:
         m = store.manifest
         lines.append(
             f"{split:10} {m['documents']:10,} {m['tokens']:14,} {m['bytes']:14,} "
-            f"{m['words']:12,} {m['bytes'] / m['tokens']:11.3f}"
+            f"{m['words']:12,} {m['bytes'] / int(store.scored_counts.sum()):11.3f}"
         )
+    if any(store.spans is not None for store in dataset.splits.values()):
+        lines.append("bytes and words are those of completions")
     described = read_manifest(dataset.directory)["tokenizer"]
     line = f"tokenizer {described['name']}, {dataset.tokenizer.vocab_size:,} ids"
     if coverage := described.get("coverage"):

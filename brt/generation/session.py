@@ -50,24 +50,28 @@ class _Beams(NamedTuple):
 def search_memory(
     decoder: Decoder, known_ids: int, variables: Variables, memory: Memory, *, decoding: Decoding
 ) -> Hypotheses:
-    """Runs a beam search in a single lane. Texts end at a token of Model.end_ids."""
+    """Runs a beam search in each lane. Texts end at a token of Model.end_ids."""
+    lanes = len(memory.logits)
 
-    def step(tokens: Int[Array, "1 N"], beams: _Beams) -> tuple[Float[Array, "1 N V"], _Beams]:
+    def step(tokens: Int[Array, "B N"], beams: _Beams) -> tuple[Float[Array, "B N V"], _Beams]:
         def read_tokens() -> Memory:
-            return _advance_beams(decoder, variables, beams.memory, tokens[0])
+            return _advance_beams(decoder, variables, beams.memory, tokens.ravel())
 
         memory = jax.lax.cond(beams.begun, read_tokens, lambda: beams.memory)
-        return memory.logits[None, :, :known_ids], _Beams(memory, jnp.ones((), bool))
+        logits = memory.logits[:, :known_ids].reshape(*tokens.shape, -1)
+        return logits, _Beams(memory, jnp.ones((), bool))
 
-    def reorder(beams: _Beams, chosen: Int[Array, "1 N"]) -> _Beams:
-        memory = map_lanes(lambda x, axis: jnp.take(x, chosen[0], axis=axis), beams.memory)
+    def reorder(beams: _Beams, chosen: Int[Array, "B N"]) -> _Beams:
+        rows = (jnp.arange(lanes)[:, None] * decoding.beams + chosen).ravel()
+        memory = map_lanes(lambda x, axis: jnp.take(x, rows, axis=axis), beams.memory)
         return beams._replace(memory=memory)
 
+    memory = memories.prepare(decoder, variables, memory)
     wide = map_lanes(partial(jnp.repeat, repeats=decoding.beams), memory)
     first, *others = decoder.model.end_ids or (_NEVER,)
     ids = SpecialTokens(pad=0, start=0, eos=first, ends=tuple(others))
     return search(
-        TextDecoder(step, reorder, ids), _Beams(wide, jnp.zeros((), bool)), batch=1,
+        TextDecoder(step, reorder, ids), _Beams(wide, jnp.zeros((), bool)), batch=lanes,
         decoding=decoding,
     )  # fmt: skip
 
@@ -75,11 +79,21 @@ def search_memory(
 def _advance_beams(
     decoder: Decoder, variables: Variables, memory: Memory, tokens: Int[Array, " B"]
 ) -> Memory:
-    """Reads one token of every lane, and ends the block if it is full."""
+    """Reads one token of every lane, and ends the blocks that are full."""
     memory = advance(decoder, variables, memory, tokens)
-    ended = partial(end_block, decoder, variables)
-    is_full = memory.position[0] == decoder.model.block_length  # So are those of all beams.
-    return jax.lax.cond(is_full, ended, lambda memory: memory, memory)
+    full = memory.position == decoder.model.block_length
+
+    def ended() -> Memory:
+        new = end_block(decoder, variables, memories.unprepared(memory))
+        new = memories.prepare(decoder, variables, new)
+        return map_lanes(partial(_chosen, full), new, memory)
+
+    return jax.lax.cond(full.any(), ended, lambda: memory)
+
+
+def _chosen(lanes: Bool[Array, " B"], new: Array, old: Array, axis: int) -> Array:
+    """Returns `new` in these lanes and `old` in others."""
+    return jnp.where(lanes.reshape(-1, *(1,) * (new.ndim - axis - 1)), new, old)
 
 
 # The separate kernels of a model, by the name of the run of layers and the name of the parameter.
@@ -424,13 +438,22 @@ class Session:
             return np.zeros(0, np.int32)
         if self._is_new:
             self.read([])
-        best = self._search(self._separate, self.memory, decoding=decoding)
-        tokens = np.asarray(best.sequences[0, 0, 1 : int(best.lengths[0, 0])])
+        (tokens,) = self.search_each([self.memory], decoding)
         self.read(tokens)
         if np.isin(tokens[-1:], self._config.model.end_ids).any():
             self._memory = self._memory._replace(ended=np.ones(1, bool))
             self._keep_unfinished(tokens[None])
         return tokens
+
+    def search_each(
+        self, texts: Sequence[Memory], decoding: Decoding
+    ) -> list[Int[np.ndarray, " T"]]:
+        """Continues texts, which are memories of one lane, like `search`, without reading the new
+        tokens.
+        """
+        best = self._search(self._separate, self._join(*texts), decoding=decoding)
+        found, lengths = np.asarray(best.sequences[:, 0]), np.asarray(best.lengths[:, 0])
+        return [row[1:length] for row, length in zip(found, lengths, strict=True)]
 
     def snapshot(self) -> Memory:
         """Returns a copy of the memory as NumPy arrays."""

@@ -104,7 +104,7 @@ FLAGS = {"Data.text_field": "--text_field", "Data.errors": "--errors", "beams=":
         (FLAGS, "Data.text_fields", "Data.text_fields"),
         (
             prepare.DOCUMENT_FLAGS, "name one of ['a'] with Data.columns = ('text=FIELD',), or",
-            "name one of ['a'] with --text_field, or",
+            "name one of ['a'] with --columns text=FIELD, or",
         ),
         (
             prepare.PAIR_FLAGS, "has no column 'c' as Data.columns says for 'target'; its",

@@ -2,15 +2,17 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import chat_tokenizers
+import jax
 import numpy as np
 import pytest
 
-from brt.config import Data
+from brt import prepare, tasks
+from brt.config import Config, Data, Model, Training
 from brt.data import chat, preparation, token_store, tokenizers
 from brt.data.documents import Document, Pair
 from brt.data.lanes import LaneReader, evaluation_batches
@@ -84,6 +86,37 @@ def test_pairs_are_other_data_than_their_texts(store: TokenStore, tmp_path: Path
     plain = prepared(tmp_path / "plain", texts, ())
     assert plain.spans is None and (plain.tokens[:] == store.tokens[:]).all()
     assert plain.fingerprint != store.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        (lambda i: {"document": f"text {i}", "summary": f"sum {i}"}, PAIRS),
+        (lambda i: {"turns": [ASK, {"role": "assistant", "content": f"{i}"}]}, ("messages=turns",)),
+    ],
+    ids=["pairs", "conversations"],
+)
+def test_brt_prepare_stores_the_batches_of_the_files(
+    tmp_path: Path, row: Callable[[int], dict[str, Any]], columns: tuple[str, ...]
+) -> None:
+    file = str(chat_tokenizers.write("llama3", tmp_path / "tokenizer"))
+    files = data(tmp_path, map(row, range(20)), columns, tokenizer=file)
+    files = dataclasses.replace(files, validation_fraction=0.2)
+    shown = [item.replace("\n", r"\n") for item in columns]
+    flags = ["--documents", *files.train, "--columns", *shown, "--tokenizer", file]
+    flags += ["--validation_fraction", "0.2", "--test_fraction", "0", "--output"]
+    prepare.main(prepare.parser().parse_args([*flags, str(tmp_path / "store")]))
+    task, found = tasks.from_config(Config()), []
+    for section in (files, Data(store=str(tmp_path / "store"))):
+        training = Training(batch_size=2, segment_length=8)
+        config = Config(model=Model(window=WINDOW), training=training, data=section)
+        dataset = task.open(config, progress=False)
+        config = task.resolve(config, dataset)
+        reader = task.reader(config, dataset)
+        found.append([reader[step] for step in range(2 * reader.steps_per_epoch)])
+        assert [*dataset.splits] == ["train", "validation"]
+    assert any(batch.scored.any() and not batch.scored.all() for batch in found[0])
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 @pytest.mark.parametrize("name", chat_tokenizers.TEMPLATES)

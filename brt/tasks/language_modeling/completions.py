@@ -1,6 +1,9 @@
 """Generates the completions of pairs, and the last answers of conversations."""
 
+from collections.abc import Sequence
+
 import numpy as np
+from jaxtyping import Integer
 
 from brt.config import Config
 from brt.data.token_store import TokenStore
@@ -24,28 +27,39 @@ def generated(
     """Returns what the model writes after each prompt; None if `control` stopped the generation.
 
     A prompt is everything before the last scored tokens of a document. The section Decoding has the
-    settings of the search.
+    settings of the search, which continues Evaluation.batch_size prompts at once.
     """
-    found, special = [], [*tokenizer.special_ids.values(), *config.model.end_ids]
-    for document, span in enumerate(last_spans(store)):
-        if control.stop():
-            return None
-        tokens = store.document(document)
-        session.forget()
-        session.read(tokens[: span.start])
-        new, true = (
-            ids[~np.isin(ids, special)] for ids in (session.search(config.decoding), tokens[span])
-        )
-        found.append(
-            Summary(
-                id=store.names[document],
-                source=decode(tokenizer, tokens[: span.start]),
-                reference=decode(tokenizer, true),
-                prediction=decode(tokenizer, new),
-                source_tokens=span.start,
-                cut_tokens=0,
-                prediction_tokens=len(new),
-            )
-        )
-        control.progress(len(tokens))
+    found, spans = list[Summary](), last_spans(store)
+    special = [*tokenizer.special_ids.values(), *config.model.end_ids]
+    size = min(config.evaluation.batch_size, len(spans))
+    for first in range(0, len(spans), size):
+        memories = []
+        for document, span in enumerate(spans[first : first + size], first):
+            if control.stop():
+                return None
+            session.forget()
+            session.read(store.document(document)[: span.start])
+            memories.append(session.memory)
+            control.progress(len(store.document(document)))
+        unused = memories[-1:] * (size - len(memories))  # One program searches for all groups.
+        written = session.search_each([*memories, *unused], config.decoding)
+        for document, ids in enumerate(written[: len(memories)], first):
+            found.append(_summary(store, document, spans[document], ids, tokenizer, special))
     return found
+
+
+def _summary(
+    store: TokenStore, document: int, span: slice, written: Integer[np.ndarray, " T"],
+    tokenizer: Tokenizer, special: Sequence[int],
+) -> Summary:  # fmt: skip
+    tokens = store.document(document)
+    new, true = (ids[~np.isin(ids, special)] for ids in (written, tokens[span]))
+    return Summary(
+        id=store.names[document],
+        source=decode(tokenizer, tokens[: span.start]),
+        reference=decode(tokenizer, true),
+        prediction=decode(tokenizer, new),
+        source_tokens=span.start,
+        cut_tokens=0,
+        prediction_tokens=len(new),
+    )

@@ -132,13 +132,14 @@ class TextScorer:
     def __call__(
         self, variables: Variables, tokens: Int[np.ndarray, " T"]
     ) -> Float[np.ndarray, " T"]:
-        """The text is read in segments of Evaluation.segment_length tokens, and caches and
-        recurrent states are carried from segment to segment.
+        """The text is read in segments of Evaluation.segment_length tokens (of which the last may be
+        shorter), and caches and recurrent states are carried from segment to segment.
         """
         length, window = self._config.evaluation_segment_length, self._config.model.block_length
         carry, nats = place_like(new_state(self._config.model, 1), variables.params), []
         inputs = np.concatenate([[self._bos_id], tokens[:-1]])
         for start in range(0, len(tokens), length):
+            length = _halved(length, window, len(tokens) - start)
             part = slice(start, start + length)
             size = len(tokens[part])
             document_start = np.arange(start, start + length, window)[None] == 0
@@ -149,6 +150,13 @@ class TextScorer:
             segment, _, carry = self._step(variables, carry, batch)
             nats.append(np.asarray(segment[0, :size]))
         return np.concatenate(nats)
+
+
+def _halved(length: int, block: int, tokens: int) -> int:
+    """Returns the length of a text's last segment: little is padded, and few programs compiled."""
+    while length % (2 * block) == 0 and tokens <= length // 2:
+        length //= 2
+    return length
 
 
 def _padded(tokens: np.ndarray, length: int) -> Int[np.ndarray, "1 T"]:
