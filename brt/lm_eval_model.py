@@ -5,7 +5,9 @@ cut. The base class splits contexts and continuations into tokens by the rules o
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -112,19 +114,42 @@ class BrtLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Each context is read once for all of its continuations."""
+        """Each context is read once for all of its continuations; see also `_memories`."""
         places: dict[tuple[int, ...], list[int]] = {}
         for place, (_, context, _) in enumerate(requests):
             places.setdefault(tuple(context), []).append(place)
         answers: dict[int, tuple[float, bool]] = {}
-        for context, own in tqdm(places.items(), disable=kwargs.get("disable_tqdm", False)):
+        shown = tqdm(total=len(places), disable=kwargs.get("disable_tqdm", False))
+        for context, memory in self._memories(places):
+            own = places[context]
             rows = [np.asarray(requests[place][2], np.int32) for place in own]
-            memory = self._read(context, bos=not context)
             scores = self.model.continuation_bits(rows, memory, batch_size=self.batch_size)
             for place, (bits, right) in zip(own, scores, strict=True):
                 answers[place] = _log_likelihood(bits), bool(right.all())
                 self.cache_hook.add_partial("loglikelihood", requests[place][0], answers[place])
+            shown.update()
+        shown.close()
         return [answers[place] for place in range(len(requests))]
+
+    def _memories(
+        self, contexts: Iterable[tuple[int, ...]]
+    ) -> Iterator[tuple[tuple[int, ...], api.Memory]]:
+        """Yields contexts with their memories. Whole blocks that several contexts share, such as the
+        examples before all questions of a task, are read once.
+        """
+        ordered, block = sorted(contexts), self.model.config.model.block_length
+        shared = [len(os.path.commonprefix([*pair])) for pair in pairwise(ordered)]
+        # BOS is a part of the first block.
+        shared = [max(count - (count + self._bos) % block, 0) for count in (*shared, 0)]
+        known: list[tuple[int, api.Memory | None]] = [(0, None)]  # of beginnings of the context
+        for i, context in enumerate(ordered):
+            with_later = accumulate(shared[i:], min)
+            for count in sorted({*takewhile(known[-1][0].__lt__, with_later)}):
+                start, memory = known[-1]
+                known.append((count, self._read(context[start:count], memory)))
+            start, memory = known[-1]
+            yield context, self._read(context[start:], memory, bos=not context)
+            known = [beginning for beginning in known if beginning[0] <= shared[i]]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -159,9 +184,11 @@ class BrtLM(TemplateLM):
                     shown.update()
         return answers
 
-    def _read(self, tokens: Sequence[int], *, bos: bool = False) -> api.Memory:
+    def _read(
+        self, tokens: Sequence[int], state: api.Memory | None = None, *, bos: bool = False
+    ) -> api.Memory:
         """Returns the memory of a context, which begins with BOS if it or the model asks for it."""
-        return self.model.read(np.asarray(tokens, np.int32), bos=self._bos or bos)
+        return self.model.read(np.asarray(tokens, np.int32), state, bos=self._bos or bos)
 
 
 def _log_likelihood(bits: np.ndarray) -> float:

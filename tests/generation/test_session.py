@@ -35,6 +35,7 @@ TEXT = np.random.default_rng(0).integers(1, VOCABULARY, 29).tolist()  # 7.5 bloc
 IDENTITY = {"model": "a", "step": 3}
 KEYS = jax.random.split(jax.random.key(1), 2)
 RANDOM, GREEDY = Sampling(), Sampling(temperature=0.0)
+BEAMS = Decoding(beams=2, max_length=8)
 
 
 class Case(NamedTuple):
@@ -286,6 +287,17 @@ def test_a_search_goes_on_from_nothing_and_in_the_middle_of_a_block(recurrent: C
     text = [*session.search(decoding), *session.search(decoding)]
     assert len(text) == 10 and int(session.memory.count[0]) == 11
     assert_close(copy(session).logits[0], recurrent.whole(text)[-1])
+
+
+def test_texts_that_are_searched_at_once_are_those_that_are_searched_alone(case: Case) -> None:
+    """The texts have different lengths, so their blocks end at different times."""
+    session, begun, alone = case.session, [], []
+    for length in (9, 3, 0, 6):
+        for texts in (begun, alone):
+            session.forget()
+            session.read(TEXT[:length])
+            texts.append(session.memory if texts is begun else session.search(BEAMS).tolist())
+    assert [text.tolist() for text in session.search_each(begun, BEAMS)] == alone
 
 
 def test_a_damaged_memory_is_one_sentence_or_as_it_was(build: Callable, tmp_path: Path) -> None:

@@ -148,6 +148,31 @@ def test_bad_requests_are_refused(harness: Callable[..., Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bos", [False, True])
+def test_what_contexts_share_is_read_once(
+    bos: bool, harness: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = harness(add_bos_token=bos, **{"Window.block": 8, "Model.window": 32, "Window.sinks": 2})
+    first, read, lengths = list(range(3, 43)), lm.model.read, []
+    contexts = [[], [9], [*first, 50, 51], [*first[:20], 60], first, [*first, 50, 52], [70] * 12]
+    requests = [(("", ""), context, [5, 6]) for context in contexts]
+
+    def counted(tokens: np.ndarray, *given: Any, **more: Any) -> Any:
+        lengths.append(len(tokens))
+        return read(tokens, *given, **more)
+
+    monkeypatch.setattr(lm.model, "read", counted)
+    found = lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    for (_, context, row), (nats, _) in zip(requests, found, strict=True):
+        memory = read(np.array(context, np.int32), bos=bos or not context)
+        ((bits, _),) = lm.model.continuation_bits([np.array(row)], memory)
+        assert nats == pytest.approx(-bits.sum() * np.log(2), abs=1e-4)
+    # The blocks before token 40 (39 of them with BOS) are read once; of 158 tokens remain:
+    assert sum(lengths) == (39 + 3 + 3 + 1 + 6 + 1 + 12 if bos else 40 + 2 + 2 + 5 + 1 + 12)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bos", [False, True])
 def test_plain_models_have_the_results_of_the_class_hf(bos: bool, tmp_path: Path) -> None:
     """With a window of the whole context: prompts without BOS, and conversations with BOS."""
     for name in ("torch", "transformers", "lm_eval", "datasets"):

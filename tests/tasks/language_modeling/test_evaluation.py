@@ -23,6 +23,7 @@ from brt.tasks.language_modeling.evaluation import (
     DocumentEvaluator,
     DocumentScore,
     SplitScores,
+    TextScorer,
     text_metrics,
     xz_bits_per_byte,
 )
@@ -126,6 +127,19 @@ def test_documents_cost_the_same_however_they_are_read(
     assert totals["bytes"] == store.bytes.sum() and totals["words"] == store.words.sum()
     assert totals["bits"] == pytest.approx(document_nats(result).sum() / math.log(2))
     assert result.protocol["segment_length"] == segment_length
+
+
+def test_the_last_segment_of_a_text_is_as_short_as_it_can_be(
+    params: Any, store: token_store.TokenStore, token_nats: Callable
+) -> None:
+    score, sizes = TextScorer(Config(model=MODEL, training=Training(segment_length=16)), 0), []
+    step = score._step
+    score._step = lambda *given: sizes.append(given[2].inputs.size) or step(*given)  # type: ignore
+    expected = token_nats()
+    for document in (0, 1, 4):  # They have 1, 23 and 9 tokens, and a block has 4.
+        found = score(Variables(params), store.document(document).astype(np.int32))
+        np.testing.assert_allclose(found, expected[document], rtol=1e-5)
+    assert sizes == [4, 16, 8, 16]
 
 
 def test_only_the_first_tokens_of_a_document_are_read_if_asked(
