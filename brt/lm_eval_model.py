@@ -134,8 +134,8 @@ class BrtLM(TemplateLM):
     def _memories(
         self, contexts: Iterable[tuple[int, ...]]
     ) -> Iterator[tuple[tuple[int, ...], api.Memory]]:
-        """Yields contexts with their memories. Whole blocks that several contexts share, such as the
-        examples before all questions of a task, are read once.
+        """Yields contexts with their memories. Whole blocks that several contexts share, such as
+        those of examples before the questions of a task, are read once.
         """
         ordered, block = sorted(contexts), self.model.config.model.block_length
         shared = [len(os.path.commonprefix([*pair])) for pair in pairwise(ordered)]

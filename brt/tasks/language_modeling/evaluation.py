@@ -132,8 +132,8 @@ class TextScorer:
     def __call__(
         self, variables: Variables, tokens: Int[np.ndarray, " T"]
     ) -> Float[np.ndarray, " T"]:
-        """The text is read in segments of Evaluation.segment_length tokens, of which the last may be
-        shorter, and caches and recurrent states are carried from segment to segment.
+        """The text is read in segments of Evaluation.segment_length tokens, the last of which may
+        be shorter, and caches and recurrent states are carried from segment to segment.
         """
         length, window = self._config.evaluation_segment_length, self._config.model.block_length
         carry, nats = place_like(new_state(self._config.model, 1), variables.params), []
