@@ -116,8 +116,8 @@ class BrtLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Each context is read once for all of its continuations; see also `_memories`."""
         places: dict[tuple[int, ...], list[int]] = {}
-        for place, (_, context, _) in enumerate(requests):
-            places.setdefault(tuple(context), []).append(place)
+        for place, (_, tokens, _) in enumerate(requests):
+            places.setdefault(tuple(tokens), []).append(place)
         answers: dict[int, tuple[float, bool]] = {}
         shown = tqdm(total=len(places), disable=kwargs.get("disable_tqdm", False))
         for context, memory in self._memories(places):
