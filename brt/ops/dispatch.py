@@ -114,6 +114,9 @@ class BackendPolicy(NamedTuple):
     # Products of a few vectors with a matrix need other forms than products of many vectors
     # (`brt.ops.products`).
     rewrites_few_rows: bool = False
+    # The loss stores logits in the dtype of the activations, and reads them once for the
+    # log-sum-exp.
+    rounds_logits: bool = False
     # A loop over layers copies a layer's kernels before it multiplies with them.
     copies_layers: bool = False
 
@@ -125,7 +128,7 @@ _POLICIES = {
         recomputes_elementwise=False, sends_arrays_together=True, shares_optimizer_state=False,
         separates_layers=False, rewrites_few_rows=True, copies_layers=True,
     ),
-    "gpu": BackendPolicy(),
+    "gpu": BackendPolicy(recomputes_elementwise=False, rounds_logits=True),
     "tpu": BackendPolicy(
         stores_barriers=True, multiplies_separately=True, gathers_by_product=True,
         turns_by_product=True, packs_dropout=True, flattens_small_heads=True,

@@ -73,7 +73,7 @@ class Plan(NamedTuple):
 
         `products`, `memory`, `network` and `slices` are the times of matrix products, memory
         traffic, and collectives within and between slices at the chip's peak rates, and `roofline`
-        is their maximum. `compiler` is the time of the cycles that the compiler estimates plus
+        is their maximum. `compiler` is the time of the estimated cycles plus
         `network` and `slices`, less `covered_seconds`; it is missing if there is no such estimate.
         Pallas kernels of GPUs do not state their FLOPs, so `products` is at least the time of the
         FLOPs of the model.
@@ -95,7 +95,7 @@ class Plan(NamedTuple):
             **({"slices": slices / chip.between_slices} if slices else {}),
         }
         times["roofline"] = max(times.values())
-        if chip.clock and total.cycles and not self.low_effort:
+        if total.cycles and not self.low_effort:
             waiting = times["network"] + times.get("slices", 0.0) - self.covered_seconds
             times["compiler"] = total.cycles / chip.clock + waiting
         return times
@@ -105,10 +105,10 @@ class Plan(NamedTuple):
         """Seconds of collectives, at the links' bandwidth, while the device computes something
         else.
 
-        The value is 0 if the chip or its clock is unknown.
+        The value is 0 if the chip is unknown.
         """
         chip = self.topology.chip
-        if chip is None or not chip.clock:
+        if chip is None:
             return 0.0
         covered = 0.0
         for one in self.costs.overlaps:
@@ -307,6 +307,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "flops": total.flops,
         "model_flops": plan.model_flops,
         "memory_bytes": total.bytes,
+        "kernels": sum(group.times for group in plan.costs.instructions),
         "cycles": total.cycles if not plan.low_effort else None,
         "cycles_at_peak": plan.costs.cycles_at_peak if not plan.low_effort else None,
         "parts": {name: cost._asdict() for name, cost in plan.costs.parts.items()},
@@ -434,7 +435,7 @@ def _pace(plan: Plan) -> list[str]:
         "network": "collectives at the bandwidth of its links, without overlap",
         "slices": "collectives between slices at the bandwidth of the data centre's network",
         "roofline": "the slowest of these",
-        "compiler": "the compiler's cycles, and the collectives outside them: a lower bound",
+        "compiler": "the cycles of all kernels, and the collectives outside them: a lower bound",
     }
     utilization = _utilization(plan)
     lines = []

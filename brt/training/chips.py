@@ -17,7 +17,7 @@ class Chip(NamedTuple):
     # Bytes per second that a device sends over all of its links together, which is half of the
     # bidirectional bandwidth. Slices without the links that close a torus have fewer links.
     network: float
-    clock: float = 0.0  # cycles per second of the compiler's estimates; 0 if it gives none
+    clock: float  # cycles per second, of which estimates of a step's cycles are multiples
     between_slices: float = 0.0  # bytes per second that a device of a TPU sends to other slices
 
 
@@ -28,15 +28,15 @@ class Chip(NamedTuple):
 # chip of a v5p, and for pods of 256 chips 6.4 (v5e) and 25.6 Tbit/s (v6e); there is no figure for
 # v4, which is taken to be like v5p. The clock of a TPU is the clock of its TensorCores: if the
 # cycles that the compiler estimates for a large matrix product are divided by the clock, the result
-# is the time that the product takes at the peak rate `flops`.
+# is the time that the product takes at the peak rate `flops`. The clock of a GPU is its highest.
 CHIPS = {
     "v4": Chip("v4", 32 * _GIB, 275e12, 1.2e12, 300e9, 1.05e9, 6.25e9),
     "v5e": Chip("v5e", 16 * _GIB, 197e12, 0.82e12, 200e9, 1.5e9, 3.125e9),
     "v5p": Chip("v5p", 95 * _GIB, 459e12, 2.765e12, 600e9, 1.75e9, 6.25e9),
     "v6e": Chip("v6e", 32 * _GIB, 918e12, 1.64e12, 400e9, 1.75e9, 12.5e9),
-    "a100": Chip("a100", 80 * _GIB, 312e12, 2.0e12, 300e9),
-    "h100": Chip("h100", 80 * _GIB, 989e12, 3.35e12, 450e9),
-    "h200": Chip("h200", 141 * _GIB, 989e12, 4.8e12, 450e9),
+    "a100": Chip("a100", 80 * _GIB, 312e12, 2.0e12, 300e9, 1.41e9),
+    "h100": Chip("h100", 80 * _GIB, 989e12, 3.35e12, 450e9, 1.98e9),
+    "h200": Chip("h200", 141 * _GIB, 989e12, 4.8e12, 450e9, 1.98e9),
 }
 # The names of kinds of devices in jax. More words may follow the name of a GPU.
 KINDS = {

@@ -53,6 +53,10 @@ def _embedding_product(
     # copy.
     if dispatch.policy().stores_transposes:
         table, sizes = transposed(table), "bcd,dv->bcv"
+    if dispatch.policy().rounds_logits and dtype == jnp.bfloat16:
+        # Without the barrier, the compiler would store the result of the conversion.
+        store = jax.lax.optimization_barrier
+        return lambda x: store(jnp.einsum(sizes, x, table)).astype(jnp.float32)
     return lambda x: jnp.einsum(sizes, x, table, preferred_element_type=jnp.float32)
 
 
@@ -67,9 +71,23 @@ def _logits(
     if bias is not None:
         logits += bias[None, None]
     logits = constrain(logits, "lanes", "tokens", "vocab")
-    lse = jax.nn.logsumexp(logits, axis=-1)
+    one_pass = dispatch.policy().rounds_logits
+    lse = _log_sum_exp(logits) if one_pass else jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return _ChunkLogits(logits, lse, chosen)
+
+
+def _log_sum_exp(logits: Float[Array, "B C V"]) -> Float[Array, "B C"]:
+    """Computes maximum and sum in one reduction, which reads the logits once."""
+
+    def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        top = jnp.maximum(a[0], b[0])
+        return top, a[1] * jnp.exp(a[0] - top) + b[1] * jnp.exp(b[0] - top)
+
+    start = jnp.float32(jnp.finfo(jnp.float32).min), jnp.float32(0)
+    operands = logits, jnp.ones_like(logits)
+    top, total = jax.lax.reduce(operands, start, merged, (logits.ndim - 1,))
+    return top + jnp.log(total)
 
 
 def token_scores(
@@ -126,7 +144,8 @@ def _forward(
 ) -> tuple[tuple[Array, Array], Targets]:
     """Returns the sums and, as the residuals, the gradients of the first."""
     embedding, bias = inputs.embedding, inputs.bias
-    product = _embedding_product(embedding, inputs.hidden.dtype)
+    table = embedding.astype(inputs.hidden.dtype)
+    product = _embedding_product(table, inputs.hidden.dtype)
 
     def add_chunk(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
         total, d_embedding, d_bias = carry
@@ -140,7 +159,7 @@ def _forward(
             capped = results.all if bias is None else results.all - bias[None, None]
             d_products *= 1 - jnp.square(capped / soft_cap)
         d_logits = d_products.astype(h.dtype)
-        d_hidden = jnp.einsum("bcv,vd->bcd", d_logits, embedding.astype(h.dtype))
+        d_hidden = jnp.einsum("bcv,vd->bcd", d_logits, table)
         d_embedding += weight_gradient(d_logits, h).astype(embedding.dtype)
         d_bias = None if d_bias is None else d_bias + sum_leading(d_biased, 2)
         total += _sums(results, counts, smoothing)
