@@ -1,6 +1,7 @@
 """Tests what the benchmarks compare and what they print."""
 
 import argparse
+import dataclasses
 import importlib
 import json
 import subprocess
@@ -268,3 +269,59 @@ def test_linear_recurrences_take_turns_with_a_window(tmp_path: Path) -> None:
     assert [row["model"] for row in rows][:2] == ["Slide", "Rec:fixed:skip"] and len(rows) == 5
     assert rows[0]["ratio"] == rows[0]["relative_flops"] == 1
     assert all(row["milliseconds"] > 0 for row in rows)
+
+
+def test_the_kernels_of_a_profile_stand_beside_their_bounds(tool: Callable, tmp_path: Path) -> None:
+    session = tool("gpu_session")
+    x = jnp.ones((256, 256))
+
+    def step(x: jax.Array) -> jax.Array:
+        with jax.named_scope("mlp"):
+            return jnp.tanh(x @ x)
+
+    compiled = jax.jit(step).lower(x).compile()
+    with jax.profiler.trace(str(tmp_path)):
+        jax.block_until_ready([compiled(x) for _ in range(session.STEPS)])
+    (file,) = tmp_path.rglob("*.xplane.pb")
+    times = session.kernel_times(jax.profiler.ProfileData.from_file(str(file)))
+    rows = session.beside_bounds(times, compiled.as_text())
+    assert {row["part"] for row in rows} == {"MLP and output"}
+    assert sum(row["TFLOP"] for row in rows) == 2 * 256**3 / 1e12
+    assert all(row["times"] == 1 and row["ms"] > 0 and row["bound ms"] > 2e-3 for row in rows)
+
+
+def test_a_session_keeps_finished_parts_and_says_what_is_missing(
+    tool: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    session = tool("gpu_session")
+    monkeypatch.setattr(session, "HERE", tmp_path)
+    part = "import sys, pathlib as p; p.Path(sys.argv[-1][7:]).write_text('[1]'); print('runs')"
+    (tmp_path / "good.py").write_text(part)
+    (tmp_path / "bad.py").write_text("raise SystemExit('no such device')")
+    (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
+    files = {name: [f"{name}.py"] for name in ("good", "bad")}
+    monkeypatch.setattr(session, "commands", lambda _: files)
+    args = argparse.Namespace(run=None, parts="", out=tmp_path / "out", seconds=60.0)
+    for printed in ("runs", "good: is there"):
+        assert session.main(args) == 1
+        assert printed in capsys.readouterr().out
+        found = json.loads((tmp_path / "out/session.json").read_text())
+        assert found == {"parts": {"good": [1]}, "missing": {"bad": "no such device"}}
+    assert session.run_part("slow", ["slow.py"], tmp_path, 0.2) == "its 0 s were over"
+    with pytest.raises(ConfigError, match=r"--parts=fast is not known; the parts are good, bad"):
+        session.main(argparse.Namespace(**vars(args) | {"parts": "fast"}))
+
+
+@pytest.mark.slow
+def test_a_lever_is_measured_in_turns_with_the_usual_step(
+    tool: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = tool("gpu_session")
+    changes = {"stores transposes": {"stores_transposes": False}, "unknown": {"no_field": True}}
+    monkeypatch.setattr(session, "LEVERS", {n: (x, {}, []) for n, x in changes.items()})
+    small = dataclasses.replace(tool("table1_step").SIZES["small"], layers=3, window=8)
+    monkeypatch.setitem(tool("table1_step").SIZES, "small", small)
+    args = argparse.Namespace(size="small", tokens=16, dtype="float32", rounds=1)
+    rows, model = session.levers(args)
+    assert rows[0]["ms"] > 0 and rows[0]["GiB"] > 0 and model.dropout == 0.05
+    assert "no_field" in rows[1]["cannot run"]

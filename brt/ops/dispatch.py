@@ -109,7 +109,8 @@ class BackendPolicy(NamedTuple):
     sends_arrays_together: bool = False
     # The optimizer's state is sharded over replicas if the setting for this sharding is 'auto'.
     shares_optimizer_state: bool = True
-    # The compiled step has a separate array for each layer of a stack (`brt.training.layer_forms`).
+    # Also the step of a single device has a separate array for each layer of a stack
+    # (`brt.training.layer_forms`).
     separates_layers: bool = True
     # Products of a few vectors with a matrix need other forms than products of many vectors
     # (`brt.ops.products`).
@@ -128,7 +129,9 @@ _POLICIES = {
         recomputes_elementwise=False, sends_arrays_together=True, shares_optimizer_state=False,
         separates_layers=False, rewrites_few_rows=True, copies_layers=True,
     ),
-    "gpu": BackendPolicy(recomputes_elementwise=False, rounds_logits=True),
+    "gpu": BackendPolicy(
+        recomputes_elementwise=False, rounds_logits=True, separates_layers=False,
+    ),
     "tpu": BackendPolicy(
         stores_barriers=True, multiplies_separately=True, gathers_by_product=True,
         turns_by_product=True, packs_dropout=True, flattens_small_heads=True,

@@ -572,7 +572,7 @@ def costs(text: str, chip: str = "") -> Costs:
             size = started.bytes if started else result_bytes(instruction)
             collectives[kind] = CollectiveCost(before.times + times, before.bytes + times * size)
             continue
-        cost = _cost(module, computation, instruction, chip)
+        cost = instruction_cost(module, computation, instruction, chip)
         overlaps.passed(cost.cycles)
         if any(cost):
             source = instruction.source or _neighbour(module, computation, instruction)
@@ -620,7 +620,10 @@ def _neighbour(module: Module, computation: str, instruction: Instruction) -> st
     return next((user.source for user in users if user.source), "")
 
 
-def _cost(module: Module, computation: str, instruction: Instruction, chip: str = "") -> Cost:
+def instruction_cost(
+    module: Module, computation: str, instruction: Instruction, chip: str = ""
+) -> Cost:
+    """Returns the costs of one execution of an instruction."""
     # The cost of an asynchronous operation is counted at its start instruction.
     done = instruction.operation.endswith("-done")
     if done or instruction.operation in _FREE or "AllocateBuffer" in instruction.attributes:

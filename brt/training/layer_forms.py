@@ -5,7 +5,8 @@ layers, a stack. A step that calls its layers without a loop would cut every sta
 would put the gradients of the layers into a new stack. On TPUs, this takes 5 % of a step. The step
 of accelerators therefore reads and writes a train state in the separate form, which has a list of
 arrays, one for each layer, in place of a stack. The optimizer's state of a stack
-(`layerwise.LayerwiseState.stacked`) is a list of states in the same way.
+(`layerwise.LayerwiseState.stacked`) is a list of states in the same way. The step of one GPU has
+stacks: its optimizer then runs a third of the kernels.
 """
 
 import warnings
@@ -34,8 +35,10 @@ def separates(config: Config) -> bool:
     Models without stacks have no separate form. Muon concatenates the matrices of all layers, so it
     has the stacked form. An optimizer state that is stored in the memory of the host has it, too.
     """
+    mesh, policy = config.mesh, dispatch.policy()
+    several = (mesh.data, mesh.fsdp, mesh.tensor, mesh.sequence) != (1, 1, 1, 1)
     return (
-        dispatch.policy().separates_layers
+        (policy.separates_layers or (several and policy.shares_optimizer_state))
         and config.optimizer.name != "muon"
         and not config.optimizer.offload
         and tasks.from_config(config).unrolls_layers(config)

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brt.ops import dispatch
 from brt.ops.cross_entropy import cross_entropy, token_scores
 
 # Relative to the largest magnitude of an array.
@@ -67,6 +68,15 @@ def test_sum_and_gradients_are_those_of_the_formula(compiled: callable, dtype: s
     value, gradients = compiled(*arrays(dtype))
     assert value.dtype == gradients[1].dtype == jnp.float32 and gradients[0].dtype == dtype
     assert_close((value, gradients), plain(*arrays(dtype)), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_that_are_read_once_give_the_same(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounding = dispatch.policy()._replace(rounds_logits=True)
+    monkeypatch.setitem(dispatch._POLICIES, "cpu", rounding)
+    assert_close(chunked(4)(*arrays(dtype)), plain(*arrays(dtype)), dtype)
 
 
 @pytest.mark.slow_cases("0.0")

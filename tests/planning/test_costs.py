@@ -6,7 +6,7 @@ import pytest
 
 from brt.config import Mesh
 from brt.distributed.mesh import build
-from brt.planning import compiled, kernel_cycles
+from brt.planning import compiled, kernel_cycles, topologies
 from brt.planning.compiled import CollectiveCost, costs, part_of
 
 ROWS, WIDTH, LAYERS = 8, 32, 5
@@ -28,6 +28,19 @@ def test_a_loop_counts_as_often_as_it_runs() -> None:
     assert found.total.bytes >= 4 * kernels.size, "every kernel is read"
     assert found.total.bytes < 4 * LAYERS * kernels.size, "and not all of them in each layer"
     assert not found.collectives
+
+
+def test_a_kernel_of_a_gpu_takes_as_long_as_its_products_or_bytes_and_its_start() -> None:
+    size, clock = 1 << 13, topologies.CHIPS["h100"].clock
+    text = """
+ENTRY %main (a: bf16[8192,8192]) -> bf16[8192,8192] {
+  %a = bf16[8192,8192]{1,0} parameter(0)
+  %dot = bf16[8192,8192]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %negate = bf16[8192,8192]{1,0} negate(%dot)
+}
+"""
+    expected = 2 * size**3 / 748e12 + 2 * 2 * size**2 / 3e12 + 2 * 2e-6
+    assert costs(text, "h100").total.cycles / clock == pytest.approx(expected, rel=1e-3)
 
 
 def test_layers_instructions_are_listed_as_one() -> None:

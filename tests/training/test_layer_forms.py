@@ -97,6 +97,12 @@ def test_steps_with_separate_layers_equal_those_with_stacks(
     jax.tree.map(close, actual, expected)
 
 
+def test_the_step_of_several_gpus_has_separate_layers_and_that_of_one_has_stacks() -> None:
+    for mesh, expected in ((Mesh(), False), (Mesh(data=8), True), (Mesh(fsdp=-1), True)):
+        with dispatch.use_backend("gpu"):
+            assert layer_forms.separates(changed(CONFIG, mesh=mesh)) == expected
+
+
 def test_a_conversion_to_lists_and_back_changes_no_number(separates: None, data: Data) -> None:
     run = runs.build(changed(CONFIG, data=data), progress=False)
     for_step, stacked = layer_forms.conversions(run.config, run.state_shapes, run.mesh)

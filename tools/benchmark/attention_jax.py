@@ -1,5 +1,7 @@
 """Window attention with the implementations of brt and of jax.nn, for `attention.py`."""
 
+import importlib
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -40,6 +42,11 @@ def contestants(given: list[Inputs], sizes: Sizes) -> Iterator[tuple[str, Contes
         "jax.nn cudnn": (partial(blocked, _cudnn), True),
         "cudnn, no bias": (partial(windowed, _cudnn), False),
     }
+    if importlib.util.find_spec("tokamax"):
+        tokamax = importlib.import_module("tokamax").dot_product_attention
+        functions["tokamax, no bias"] = (partial(windowed, partial(tokamax, scale=1.0)), False)
+    else:
+        yield "tokamax, no bias", "is not installed"
     for name, (function, biased) in functions.items():
         if "cudnn" in name and jax.default_backend() != "gpu":
             yield name, f"runs on gpu, not on {jax.default_backend()}"

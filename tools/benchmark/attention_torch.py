@@ -1,5 +1,6 @@
 """Window attention with functions of torch, for `attention.py` if torch is installed."""
 
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,6 +39,10 @@ def contestants(given: list[Inputs], sizes: Sizes) -> Iterator[tuple[str, Contes
             yield name, _contestant(flexible(sizes, biased), arrays, biased)
         else:
             yield name, "has gradients on GPUs alone"
+    try:
+        yield "flash_attn, no bias", _contestant(flash(sizes), arrays, False)
+    except ImportError as error:
+        yield "flash_attn, no bias", str(error)
 
 
 def _tensor(name: str, x: np.ndarray, sizes: Sizes) -> Tensor:
@@ -114,6 +119,18 @@ def blocked(
     keys, values = pairs(cached_k, k), pairs(cached_v, v)
     y = scaled_dot_product_attention(own, keys, values, attn_mask=tile, scale=1.0)
     return y.unflatten(0, (lanes, blocks)).transpose(1, 2).reshape(q.shape)
+
+
+def flash(sizes: Sizes) -> Function:
+    """Returns window attention by FlashAttention, which has neither the bias nor a cached block."""
+    attend = importlib.import_module("flash_attn").flash_attn_func
+
+    def attention(_: Tensor, __: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        by_token = (x.transpose(1, 2) for x in (q, k, v))
+        y = attend(*by_token, softmax_scale=1.0, causal=True, window_size=(sizes.window - 1, 0))
+        return y.transpose(1, 2)
+
+    return attention
 
 
 def flexible(sizes: Sizes, biased: bool) -> Function:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.distributed.rules import constrain
+from brt.distributed.rules import constrain, is_sharded
 from brt.ops import dispatch
 from brt.ops.cross_entropy.chunks import (
     Targets,
@@ -71,7 +71,7 @@ def _logits(
     if bias is not None:
         logits += bias[None, None]
     logits = constrain(logits, "lanes", "tokens", "vocab")
-    one_pass = dispatch.policy().rounds_logits
+    one_pass = dispatch.policy().rounds_logits and not is_sharded("vocab")
     lse = _log_sum_exp(logits) if one_pass else jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return _ChunkLogits(logits, lse, chosen)
