@@ -38,36 +38,29 @@ _WIDE = 1024  # the smallest Model.model_dim with more memory for operations
 _TPU_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {"TPU v4": {"xla_enable_async_all_gather": "true"}}
 )
-# Matrix products on GPUs fuse the elementwise operations around them, such as the gradient of ReLU,
-# only with this option.
-_GPU_OPTIONS: Mapping[str, bool] = MappingProxyType({"xla_gpu_experimental_gemm_fusion_v2": True})
 # The environment variable in which users set compiler options themselves.
-_VARIABLES: Mapping[str, str] = MappingProxyType(
-    {"cpu": "XLA_FLAGS", "gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"}
-)
+_VARIABLES: Mapping[str, str] = MappingProxyType({"cpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"})
 
 
 @functools.cache
-def options(width: int) -> Mapping[str, str | bool]:
+def options(width: int) -> Mapping[str, str]:
     """Returns the options of `preferred` that the installed compiler knows."""
     return MappingProxyType({k: v for k, v in preferred(width).items() if _is_known(k, v)})
 
 
-def of_inference() -> dict[str, str | bool]:
+def of_inference() -> dict[str, str]:
     """Returns the compiler options of programs that evaluate a model or generate text with it."""
     return dict(options(0)) if dispatch.backend() == "cpu" else {}
 
 
-def preferred(width: int) -> dict[str, str | bool]:
+def preferred(width: int) -> dict[str, str]:
     """Returns the options for the train step on the current backend that the user has not set.
 
     `width` is Model.model_dim. The installed version of the compiler may not know all options.
     """
-    found: dict[str, str | bool] = {}
+    found: dict[str, str] = {}
     if dispatch.backend() == "cpu":
         found = dict(_CPU_OPTIONS)
-    elif dispatch.backend() == "gpu":
-        found = dict(_GPU_OPTIONS)
     else:
         kind = dispatch.device_kind()
         found = dict(_TPU_OPTIONS.get(kind, {}))
@@ -79,7 +72,7 @@ def preferred(width: int) -> dict[str, str | bool]:
 
 
 # Experimental options come and go with the versions of jaxlib.
-def _is_known(name: str, value: str | bool) -> bool:
+def _is_known(name: str, value: str) -> bool:
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
     except jax.errors.JaxRuntimeError:

@@ -137,9 +137,8 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
         lowered = runs.lowered_step(config, shapes, batch)
         requested = jax_versions.LOW_EFFORT if low_effort else {}
         try:
-            width, backend = config.model.model_dim, topology.backend
-            offered = {} if backend == "cpu" else compiler_options.preferred(width)
-            offered |= requested if backend == "tpu" else {}
+            preferred = compiler_options.preferred(config.model.model_dim)
+            offered = {**preferred, **requested} if topology.backend == "tpu" else {}
             compiled, options = compile_with_known_options(lowered, offered)
         except jax.errors.JaxRuntimeError as error:
             raise _refused(error) from error

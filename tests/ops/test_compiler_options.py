@@ -31,17 +31,10 @@ def test_what_the_user_says_in_xla_flags_comes_first(monkeypatch: pytest.MonkeyP
     assert on_cpus({**fast, **level}, monkeypatch) == {**fast, **level}
 
 
-def test_a_v6e_has_no_options() -> None:
-    with dispatch.use_backend("tpu", SimpleNamespace(device_kind="TPU v6 lite")):
+@pytest.mark.parametrize(("backend", "kind"), [("gpu", "NVIDIA H100"), ("tpu", "TPU v6 lite")])
+def test_other_backends_have_no_options(backend: str, kind: str) -> None:
+    with dispatch.use_backend(backend, SimpleNamespace(device_kind=kind)):
         assert compiler_options.preferred(1024) == {}
-
-
-def test_gpus_fuse_products_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "xla_gpu_experimental_gemm_fusion_v2"
-    with dispatch.use_backend("gpu"):
-        assert compiler_options.preferred(8) == {name: True}
-        monkeypatch.setenv("XLA_FLAGS", f"--{name}=false")
-        assert compiler_options.preferred(8) == {}
 
 
 def test_a_tpu_gets_memory_for_the_tiles_of_wide_models_unless_the_user_has_set_it(
