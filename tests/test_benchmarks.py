@@ -321,7 +321,7 @@ def test_a_lever_is_measured_in_turns_with_the_usual_step(
     monkeypatch.setattr(session, "LEVERS", {n: (x, {}, []) for n, x in changes.items()})
     small = dataclasses.replace(tool("table1_step").SIZES["small"], layers=3, window=8)
     monkeypatch.setitem(tool("table1_step").SIZES, "small", small)
-    args = argparse.Namespace(size="small", tokens=16, dtype="float32", rounds=1)
+    args = argparse.Namespace(size="small", tokens=16, dtype="float32", rounds=1, json=None)
     rows, model = session.levers(args)
     assert rows[0]["ms"] > 0 and rows[0]["GiB"] > 0 and model.dropout == 0.05
     assert "no_field" in rows[1]["cannot run"]

@@ -14,14 +14,13 @@ The parts are
     times      attention of encoders and states, by gpu_times.py
 
 Each part is a process, whose results and conditions are in a file of --out; session.json joins all
-files. A part whose file exists is not run again. A part that fails is listed with the last line
-that it printed, and is tried again by the next call.
-
-On a CPU, --size=small --tokens=64 --dtype=float32 runs the same code.
+files. A part whose file exists is not run again; one that fails is listed with its last line, and
+is tried again by the next call. On CPUs, --size=small --tokens=64 --dtype=float32 runs the code.
 """
 
 import argparse
 import collections
+import contextlib
 import json
 import signal
 import statistics
@@ -56,28 +55,25 @@ LEVERS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "logits in float32": ({"rounds_logits": False}, {}, []),
     "elementwise results recomputed": ({"recomputes_elementwise": True}, {}, []),
     "layers in separate arrays": ({"separates_layers": True}, {}, []),
-    "products fused by the second pass": (
-        {}, {"xla_gpu_experimental_gemm_fusion_v2": True}, []
-    ),
     "products by cuBLAS": ({}, {"xla_gpu_enable_triton_gemm": False}, []),
     "no command buffers": ({}, {"xla_gpu_enable_command_buffer": ""}, []),
     "attention in plain XLA": ({}, {}, ["Kernels.use = 'window_attention=xla'"]),
-}  # fmt: skip
+}
 
 
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """Returns the script and the flags of each part."""
-    rounds, lanes = f"--rounds={args.rounds}", f"--lanes={max(args.tokens // 4096, 1)}"
-    sizes = [f"--{name}={getattr(args, name)}" for name in ("size", "tokens", "dtype")]
-    step = ["train_step.py", rounds, *sizes, f"--models=Slide:13L,{MODEL}"]
-    own = ["gpu_session.py", rounds, *sizes, f"--out={args.out}"]
-    length = f"--tokens={min(args.tokens, 4096)}"
+    lanes, length = f"--lanes={max(args.tokens // 4096, 1)}", f"--tokens={min(args.tokens, 4096)}"
+    rounds, dtype = f"--rounds={args.rounds}", f"--dtype={args.dtype}"
+    sizes = [rounds, dtype, f"--size={args.size}", f"--tokens={args.tokens}"]
+    step = ["train_step.py", *sizes, f"--models=Slide:13L,{MODEL}"]
+    own = ["gpu_session.py", *sizes]
     return {
         "step": [*step, f"--gin_bindings={DROPOUT}"],
         "profile": [*own, "--run=profile"],
         "levers": [*own, "--run=levers"],
         "plain": step,
-        "attention": ["attention.py", rounds, lanes, length, f"--dtype={args.dtype}"],
+        "attention": ["attention.py", rounds, dtype, lanes, length],
         "errors": ["gpu_errors.py"],
         "times": ["gpu_times.py", rounds],
     }
@@ -90,44 +86,42 @@ def main(args: argparse.Namespace) -> int:
         return 0
     known = commands(args)
     names = args.parts.split(",") if args.parts else list(known)
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"--parts={unknown[0]} is not known; the parts are {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--parts={name} is not known; the parts are {', '.join(known)}")
     args.out.mkdir(parents=True, exist_ok=True)
     end, failed = time.monotonic() + args.seconds, {}
     for name in names:
         if (args.out / f"{name}.json").exists():
-            print(f"{name}: is there", flush=True)
-            continue
-        if why := run_part(name, known[name], args.out, end - time.monotonic()):
+            print(f"{name}: is there")
+        elif why := run_part(name, known[name], args.out, end - time.monotonic()):
             failed[name] = why
+            print(f"{name} is missing: {why}")
         files = {name: args.out / f"{name}.json" for name in known}
         found = {name: json.loads(x.read_text()) for name, x in files.items() if x.exists()}
         text = json.dumps({"parts": found, "missing": failed}, indent=1)
         (args.out / "session.json").write_text(text + "\n")
-    for name, why in failed.items():
-        print(f"{name} is missing: {why}")
     return 1 if failed else 0
 
 
 def run_part(name: str, command: list[str], out: Path, seconds: float) -> str:
     """Runs a part, prints what it prints, and returns why it failed, or ""."""
-    if seconds <= 0:
-        return "no time was left"
     print(f"{name}: {' '.join(command)}", flush=True)
     (script, *flags), last = command, ""
     with subprocess.Popen(
         [sys.executable, HERE / script, *flags, f"--json={out / name}.json"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
-        watch = threading.Timer(seconds, process.kill)
+        watch = threading.Timer(max(seconds, 0), process.kill)
         watch.start()
         assert process.stdout
         for line in process.stdout:
             print(line, end="", flush=True)
             last = line.strip() or last
         watch.cancel()
-    killed = process.returncode == -signal.SIGKILL
-    return f"its {seconds:.0f} s were over" if killed else last if process.returncode else ""
+    if process.returncode == -signal.SIGKILL:
+        last = f"its {seconds:.0f} s were over"
+    return last if process.returncode else ""
 
 
 def contestant(args: argparse.Namespace, lever: str = "") -> Contestant:
@@ -137,10 +131,8 @@ def contestant(args: argparse.Namespace, lever: str = "") -> Contestant:
     policy = {dispatch.backend(): dispatch.policy()._replace(**fields)}
     options = {**compiler_options.options(config.model.model_dim), **added}
     jax.clear_caches()  # The cache of traces ignores the policy.
-    with (
-        mock.patch.dict(dispatch._POLICIES, policy),
-        mock.patch.object(compiler_options, "options", lambda _: options),
-    ):
+    replaced = mock.patch.object(compiler_options, "options", lambda _: options)
+    with mock.patch.dict(dispatch._POLICIES, policy), replaced:
         return Contestant(config)
 
 
@@ -151,14 +143,14 @@ def levers(args: argparse.Namespace) -> tuple[list[dict[str, Any]], Any]:
         try:
             other = contestant(args, name)
             times = interleaved({"usual": base.run, name: other.run}, args.rounds)
-        except Exception as error:  # Whatever a compiler raises, it cannot run this step.
-            rows.append({"lever": name, "cannot run": str(error).splitlines()[0]})
-        else:
             usual, changed = (statistics.median(own) for own in times.values())
             numbers = {"usual ms": usual, "ms": changed, "of usual": ratio(times, name, "usual")}
             rows.append({"lever": name, **numbers, "GiB": other.bytes / 2**30})
+        except Exception as error:  # Whatever a compiler raises, it cannot run this step.
+            rows.append({"lever": name, "cannot run": str(error).splitlines()[0]})
         show(name, rows[-1:])
-        sys.stdout.flush()
+        with contextlib.redirect_stdout(None):  # The rows stay if the time is over.
+            report(args, rows, {MODEL: base.model})
     return rows, base.model
 
 
@@ -193,8 +185,7 @@ def beside_bounds(times: dict[str, list[float]], text: str) -> list[dict[str, An
     """Returns a row for each instruction in the profile of a compiled step, the longest first."""
     module, rows = compiled.Module(text), []
     for computation, instruction, _ in module.executed_instructions():
-        if not (own := times.pop(instruction.name, [])):
-            continue
+        own = times.pop(instruction.name, [])
         cost = compiled.instruction_cost(module, computation, instruction, OF_KERNELS)
         runs, clock = len(own) / STEPS, CHIPS[OF_KERNELS].clock
         rows.append({
@@ -202,7 +193,7 @@ def beside_bounds(times: dict[str, list[float]], text: str) -> list[dict[str, An
             "times": runs, "ms": sum(own) / STEPS, "bound ms": 1e3 * runs * cost.cycles / clock,
             "GB": runs * cost.bytes / 1e9, "TFLOP": runs * cost.flops / 1e12,
         })  # fmt: skip
-    return sorted(rows, key=lambda row: -row["ms"])
+    return sorted((row for row in rows if row["times"]), key=lambda row: -row["ms"])
 
 
 if __name__ == "__main__":
