@@ -132,7 +132,8 @@ def test_the_bound_of_a_part_is_its_products_or_its_traffic(tool: Callable) -> N
     lines = compiled.bounds(found)
     assert "| loss | 6.44 | 0.70 | 70.00 | 49.00 | 70% |" in lines
     assert "| attention | 0.00 | 0.30 | 30.00 | 0.55 | 2% |" in lines  # 0.82 TB/s
-    assert not compiled.bounds(found | {"topology": "h100x8"})
+    assert len(compiled.bounds(found | {"topology": "h100x8"})) == len(lines)
+    assert not compiled.bounds(found | {"topology": "cpu"})
 
 
 def test_costs_of_a_token_leave_the_optimizer_out(tool: Callable) -> None:
