@@ -1,4 +1,4 @@
-"""Measures what is open on a GPU within a few minutes, part by part, the most important part first.
+"""Measures what is open on a GPU within minutes, part by part, the most important part first.
 
     python tools/benchmark/gpu_session.py [--out=gpu_session] [--seconds=600] [--parts=step,levers]
         [--size=paper|small] [--tokens=32768] [--dtype=bfloat16] [--rounds=3]
@@ -13,9 +13,8 @@ The parts are
     errors     values and gradients of all kernels, by gpu_errors.py
     times      attention of encoders and states, by gpu_times.py
 
-Each part is a process, whose results and conditions are in a file of --out; session.json joins all
-files. A part whose file exists is not run again; one that fails is listed with its last line, and
-is tried again by the next call. On CPUs, --size=small --tokens=64 --dtype=float32 runs the code.
+Each part writes a file to --out, and session.json joins them; parts whose file exists are not run.
+On CPUs, --size=small --tokens=64 --dtype=float32 runs the code.
 """
 
 import argparse
@@ -47,9 +46,8 @@ from brt.planning.topologies import CHIPS
 
 HERE = Path(__file__).parent
 MODEL, DROPOUT = "Rec:fixed:skip", "Model.dropout = 0.05"
-OF_KERNELS = "h100"  # the chip of the bounds
-STEPS = 3  # that are profiled
-LISTED = 40  # kernels of a profile that are listed
+CHIP = CHIPS["h100"]  # of the bounds
+STEPS, LISTED = 3, 40  # numbers of steps in a profile, and of the kernels of it that are printed
 # The changes of each lever: fields of `dispatch.BackendPolicy`, options of the compiler, bindings.
 LEVERS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "logits in float32": ({"rounds_logits": False}, {}, []),
@@ -63,7 +61,7 @@ LEVERS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """Returns the script and the flags of each part."""
-    lanes, length = f"--lanes={max(args.tokens // 4096, 1)}", f"--tokens={min(args.tokens, 4096)}"
+    lanes, length = max(args.tokens // 4096, 1), max(min(args.tokens, 4096), 512)
     rounds, dtype = f"--rounds={args.rounds}", f"--dtype={args.dtype}"
     sizes = [rounds, dtype, f"--size={args.size}", f"--tokens={args.tokens}"]
     step = ["train_step.py", *sizes, f"--models=Slide:13L,{MODEL}"]
@@ -73,7 +71,7 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
         "profile": [*own, "--run=profile"],
         "levers": [*own, "--run=levers"],
         "plain": step,
-        "attention": ["attention.py", rounds, dtype, lanes, length],
+        "attention": ["attention.py", rounds, dtype, f"--lanes={lanes}", f"--tokens={length}"],
         "errors": ["gpu_errors.py"],
         "times": ["gpu_times.py", rounds],
     }
@@ -86,9 +84,8 @@ def main(args: argparse.Namespace) -> int:
         return 0
     known = commands(args)
     names = args.parts.split(",") if args.parts else list(known)
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"--parts={name} is not known; the parts are {', '.join(known)}")
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--parts={unknown[0]} is not known; the parts are {', '.join(known)}")
     args.out.mkdir(parents=True, exist_ok=True)
     end, failed = time.monotonic() + args.seconds, {}
     for name in names:
@@ -107,11 +104,10 @@ def main(args: argparse.Namespace) -> int:
 def run_part(name: str, command: list[str], out: Path, seconds: float) -> str:
     """Runs a part, prints what it prints, and returns why it failed, or ""."""
     print(f"{name}: {' '.join(command)}", flush=True)
-    (script, *flags), last = command, ""
-    with subprocess.Popen(
-        [sys.executable, HERE / script, *flags, f"--json={out / name}.json"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    ) as process:  # fmt: skip
+    last, (script, *flags) = "", [*command, f"--json={out / name}.json"]
+    words = [sys.executable, HERE / script, *flags]
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(words, text=True, **streams) as process:
         watch = threading.Timer(max(seconds, 0), process.kill)
         watch.start()
         assert process.stdout
@@ -119,13 +115,12 @@ def run_part(name: str, command: list[str], out: Path, seconds: float) -> str:
             print(line, end="", flush=True)
             last = line.strip() or last
         watch.cancel()
-    if process.returncode == -signal.SIGKILL:
-        last = f"its {seconds:.0f} s were over"
-    return last if process.returncode else ""
+    killed = process.returncode == -signal.SIGKILL
+    return f"its {seconds:.0f} s were over" if killed else last if process.returncode else ""
 
 
 def contestant(args: argparse.Namespace, lever: str = "") -> Contestant:
-    """Compiles the step of MODEL with dropout, with the changes of a lever ("": none)."""
+    """Compiles MODEL's step with dropout and the changes of a lever ("": none)."""
     fields, added, bindings = LEVERS[lever] if lever else ({}, {}, [])
     config, _ = of_row(MODEL, args, [DROPOUT, *bindings])
     policy = {dispatch.backend(): dispatch.policy()._replace(**fields)}
@@ -172,8 +167,7 @@ def profile(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
 
 def kernel_times(data: Any) -> dict[str, list[float]]:
     """Returns the milliseconds of each execution of each instruction in a profile, by its name."""
-    planes = list(data.planes)
-    planes = [plane for plane in planes if plane.name.startswith("/device:GPU")] or planes
+    planes = [x for x in data.planes if x.name.startswith("/device:GPU")] or list(data.planes)
     found: dict[str, list[float]] = collections.defaultdict(list)
     for event in (event for plane in planes for line in plane.lines for event in line.events):
         if name := dict(event.stats).get("hlo_op"):
@@ -186,11 +180,11 @@ def beside_bounds(times: dict[str, list[float]], text: str) -> list[dict[str, An
     module, rows = compiled.Module(text), []
     for computation, instruction, _ in module.executed_instructions():
         own = times.pop(instruction.name, [])
-        cost = compiled.instruction_cost(module, computation, instruction, OF_KERNELS)
-        runs, clock = len(own) / STEPS, CHIPS[OF_KERNELS].clock
+        cost = compiled.instruction_cost(module, computation, instruction, CHIP.name)
+        runs, bound = len(own) / STEPS, 1e3 * cost.cycles / CHIP.clock
         rows.append({
             "kernel": instruction.name, "part": compiled.part_of(instruction.source),
-            "times": runs, "ms": sum(own) / STEPS, "bound ms": 1e3 * runs * cost.cycles / clock,
+            "times": runs, "ms": sum(own) / STEPS, "bound ms": runs * bound,
             "GB": runs * cost.bytes / 1e9, "TFLOP": runs * cost.flops / 1e12,
         })  # fmt: skip
     return sorted((row for row in rows if row["times"]), key=lambda row: -row["ms"])
