@@ -115,8 +115,8 @@ class BackendPolicy(NamedTuple):
     # Products of a few vectors with a matrix need other forms than products of many vectors
     # (`brt.ops.products`).
     rewrites_few_rows: bool = False
-    # The loss stores logits in the dtype of the activations, and reads them once for the
-    # log-sum-exp.
+    # The loss of training stores logits in the dtype of the activations, and reads them once for
+    # the log-sum-exp.
     rounds_logits: bool = False
     # A loop over layers copies a layer's kernels before it multiplies with them.
     copies_layers: bool = False

@@ -75,8 +75,12 @@ def test_logits_that_are_read_once_give_the_same(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounding = dispatch.policy()._replace(rounds_logits=True)
+    *inputs, _ = arrays(dtype)
+    exact = token_scores(*inputs, scale=SCALE, chunk=4).nats
     monkeypatch.setitem(dispatch._POLICIES, "cpu", rounding)
     assert_close(chunked(4)(*arrays(dtype)), plain(*arrays(dtype)), dtype)
+    # Evaluation does not round them.
+    assert_close(token_scores(*inputs, scale=SCALE, chunk=4).nats, exact, "float32")
 
 
 @pytest.mark.slow_cases("0.0")
