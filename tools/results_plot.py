@@ -12,7 +12,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator
 from scipy.special import stdtrit
 
 from brt.drawing import png
-from brt.tasks.language_modeling.differences import Difference, paired_difference
+from brt.tasks.differences import Difference, paired_difference
 
 Run = Mapping[str, Any]
 Size = tuple[int, int, int]  # width of the model, tokens of a step, training tokens

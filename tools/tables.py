@@ -21,7 +21,7 @@ from typing import Any
 from results_plot import by_size, compared
 
 from brt.planning.topologies import CHIPS
-from brt.tasks.language_modeling.differences import Difference
+from brt.tasks.differences import Difference
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"(<!-- table (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

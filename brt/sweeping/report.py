@@ -4,18 +4,21 @@ A point is one run of the sweep. A group consists of the points that differ only
 has the means of their results.
 """
 
+import contextlib
 import csv
 import io
+import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import matplotlib
 import numpy as np
+from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, ScalarFormatter
@@ -27,6 +30,7 @@ from brt.errors import CheckpointError
 from brt.formatting import csv_value, markdown, plot_label
 from brt.sweeping.directory import PointDirectory
 from brt.sweeping.points import Point, Sweep
+from brt.tasks.differences import Difference, difference_of_runs
 from brt.tasks.interface import Task
 from brt.tasks.report import BITS_PER_BYTE, EXACT_ANSWERS, Metric
 from brt.training import evaluations, inspection
@@ -47,6 +51,8 @@ class Row(NamedTuple):
     # For documents with questions about facts (memory tasks), the percentage of exactly predicted
     # answers by the distance from fact to answer in windows; otherwise empty.
     answers: dict[int, float]
+    # The bits and the bytes of each document; None if the evaluation has none.
+    documents: Float[np.ndarray, "2 N"] | None
     # The next three fields are medians over the logging intervals of training.
     step_seconds: float | None
     tokens_per_second: float | None
@@ -68,6 +74,8 @@ class Group(NamedTuple):
     metrics: dict[str, float]  # means over the finished points that have the metric
     answers: dict[int, float]  # means over those that have answers at the distance; see `Row`
     spread: float | None  # largest minus smallest bits per byte; None for fewer than two points
+    # Bits per byte minus those of the baseline; None if they have read other documents.
+    difference: Difference | None
     step_seconds: float | None
     # The step time divided by that of the baseline; None if the group and the baseline read
     # different numbers of tokens per step.
@@ -87,11 +95,28 @@ def group(rows: Sequence[Row], baseline: str) -> list[Group]:
     groups = [_group(name, group_rows) for name, group_rows in members.items()]
     base = reference(groups, baseline)
     return [
-        g._replace(relative_step_time=g.step_seconds / base.step_seconds)
-        if g.step_seconds and base.step_seconds and same_step([g, base])
-        else g
+        g._replace(
+            relative_step_time=g.step_seconds / base.step_seconds
+            if g.step_seconds and base.step_seconds and same_step([g, base])
+            else None,
+            difference=None if g is base else _difference(g, base),
+        )
         for g in groups
     ]
+
+
+def _difference(group: Group, base: Group) -> Difference | None:
+    runs, of_base = (
+        [row.documents for row in g.rows if row.status == "finished" and row.documents is not None]
+        for g in (group, base)
+    )
+    if not runs or not of_base:
+        return None
+    sizes = of_base[0][1]
+    if not all(np.array_equal(one[1], sizes) for one in (*runs, *of_base)):
+        return None
+    nats, other = (math.log(2) * np.stack([one[0] for one in own]) for own in (runs, of_base))
+    return difference_of_runs(nats, other, sizes)
 
 
 def same_step(groups: Sequence[Group]) -> bool:
@@ -140,6 +165,7 @@ def _row(point: Point, directory: PointDirectory, split: str) -> Row:
         reason=progress.reason,
         metrics={name: value for name, value in metrics.items() if value is not None},
         answers={row["windows"]: row[EXACT_ANSWERS.name] for row in content.get("answers", [])},
+        documents=documents(evaluation) if evaluation else None,
         step_seconds=median(records, "perf/step_seconds"),
         tokens_per_second=median(records, "perf/tokens_per_second"),
         tokens_per_step=median(records, "perf/tokens_per_second", "perf/step_seconds"),
@@ -154,11 +180,28 @@ def _row(point: Point, directory: PointDirectory, split: str) -> Row:
 
 def report(path: Path, task: Task) -> dict[str, Any]:
     """Returns brt.evaluate's report about a point; CheckpointError if the file is none."""
-    try:
+    with _written_by_brt(path):
         content = evaluations.read(path)
         untrusted.check(content, _REPORT)
         untrusted.check(task.select_metrics(content), {str: untrusted.NUMBER})
         return content
+
+
+def documents(evaluation: Path) -> Float[np.ndarray, "2 N"] | None:
+    """Returns the bits and bytes of each document in the file beside a report, if there is one."""
+    path = evaluation.with_name(f"{evaluation.stem}_documents.jsonl")
+    if not path.exists():
+        return None
+    with _written_by_brt(path):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        untrusted.check(rows, [{"bits": untrusted.NUMBER, "bytes": int}])
+        return np.array([[row["bits"], row["bytes"]] for row in rows]).T
+
+
+@contextlib.contextmanager
+def _written_by_brt(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} is no report that brt wrote ({error}); delete it, and run the command again"
@@ -209,6 +252,7 @@ def _group(name: str, rows: list[Row]) -> Group:
         metrics=means(lambda row: row.metrics),
         answers=means(lambda row: row.answers),
         spread=max(bits) - min(bits) if len(bits) > 1 else None,
+        difference=None,
         step_seconds=mean(lambda row: row.step_seconds),
         relative_step_time=None,
         tokens_per_second=mean(lambda row: row.tokens_per_second),
@@ -437,7 +481,8 @@ def text(
         f"# {markdown(workdir.name)}",
         "",
         f"{len(rows)} points: {states}. Metrics are those of all {sweep.split} data, from their "
-        "first token to their last. Step times are medians of training, relative to "
+        "first token to their last. Intervals are over documents and, with several runs, seeds. "
+        "Step times are medians of training, relative to "
         f"{markdown(baseline)} where a step reads as many tokens{_sharing(rows)}.",
         "",
         *group_table(groups),
@@ -538,7 +583,7 @@ def _metric_columns(
     """Returns a column of a table, by title, for each metric in `table_metrics(rows)`.
 
     A column has a cell for each of `entries`, which are `rows` or groups of them. If groups have a
-    spread of bits per byte, it has a column, too.
+    spread of bits per byte or differences to the baseline, these have columns, too.
     """
     cells = {}
     for metric in table_metrics(rows):
@@ -547,6 +592,10 @@ def _metric_columns(
         if metric == BITS_PER_BYTE and any(getattr(entry, "spread", None) for entry in entries):
             spreads = [getattr(entry, "spread", None) for entry in entries]
             cells["max - min"] = [_number(spread, ".4f") for spread in spreads]
+        if metric == BITS_PER_BYTE and any(getattr(entry, "difference", None) for entry in entries):
+            cells["more than the baseline (95 %)"] = [
+                _interval(getattr(entry, "difference", None)) for entry in entries
+            ]
     return cells
 
 
@@ -574,6 +623,14 @@ def _sharing(rows: Sequence[Row]) -> str:
     if len(threads) == 1:
         return f", measured side by side with {threads.pop()} threads each"
     return ", measured with different --jobs, so compare them with care"
+
+
+def _interval(difference: Difference | None) -> str:
+    if difference is None:
+        return _NONE
+    value, half = difference
+    text = f"{value:+.4f}"
+    return text if half is None else f"{text} ({value - half:+.4f} to {value + half:+.4f})"
 
 
 def _number(value: float | int | None, form: str) -> str:

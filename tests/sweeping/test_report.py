@@ -11,7 +11,7 @@ import pytest
 
 from brt.bindings import Resolved
 from brt.config import Config, Training
-from brt.errors import ConfigError
+from brt.errors import CheckpointError, ConfigError
 from brt.sweeping import job, report
 from brt.sweeping.directory import PointDirectory, PointProgress
 from brt.sweeping.points import Point, Sweep
@@ -310,12 +310,37 @@ def row(name: str, seconds: float, tokens: float) -> Row:
         reason="", metrics={"bits_per_byte": 2.0}, step_seconds=seconds,
         tokens_per_second=tokens / seconds, tokens_per_step=tokens, parameters=None,
         parameters_non_embedding=None, steps=1, seconds=1.0, threads=0, records=[], answers={},
+        documents=None,
     )  # fmt: skip
 
 
 def grouped(*rows: Row) -> list[Group]:
     """Returns the groups of the rows; the first row is the baseline."""
     return report.group(rows, rows[0].point.name)
+
+
+def test_differences_to_the_baseline_have_intervals_over_documents_and_seeds(
+    tmp_path: Path,
+) -> None:
+    rng, points = np.random.default_rng(0), []
+    sizes, own = rng.integers(20, 90, 40), rng.normal(0, 2, 40)
+    for i, (name, seed) in enumerate([("a", 0), ("a", 1), ("b", 0), ("b", 1), ("c", 0)]):
+        points.append(point(i, name, seed))
+        leave(tmp_path, points[-1], 2.0, [0.1, 0.1, 0.1])
+        bits = sizes * (2.0 + 0.1 * (name == "b") + 0.01 * seed) + own + rng.normal(0, 1, 40)
+        rows = [{"bits": b, "bytes": int(n)} for b, n in zip(bits, sizes, strict=True)]
+        rows = rows[1:] if name == "c" else rows  # It has read other documents.
+        path = PointDirectory(tmp_path / points[-1].directory).evaluation("validation")
+        path.with_name("validation_documents.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    base, other, third = report.group(report.read(tmp_path, points, "validation"), "a")
+    assert base.difference is None and third.difference is None
+    value, half = other.difference
+    assert abs(value - 0.1) < half < 0.1
+    line = report.group_table([base, other, third])[3]
+    assert f"{value:+.4f} ({value - half:+.4f} to {value + half:+.4f})" in line
+    path.with_name("validation_documents.jsonl").write_text('{"bits": "many"}')
+    with pytest.raises(CheckpointError, match="no report that brt wrote"):
+        report.read(tmp_path, points, "validation")
 
 
 def test_relative_times_are_of_steps_of_one_size() -> None:

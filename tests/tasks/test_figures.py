@@ -140,9 +140,12 @@ def test_bits_of_cut_summaries_are_over_the_bytes_that_are_scored(summaries: Cas
     size = sum(len(k.encode()) for k in kept)
     report = summaries.report
     assert report["tokens"] == count == len(store.target.values)
-    assert report["bytes"] == scored_bytes(store, tokenizer) == size
+    assert report["bytes"] == scored_bytes(store, tokenizer).sum() == size
     assert report["bits_per_token"] == approx(nats / math.log(2) / count)
     assert report["bits_per_byte"] == approx(nats / math.log(2) / size)
+    rows = summaries.rows
+    assert [row["bytes"] for row in rows] == [len(k.encode()) for k in kept]
+    assert sum(row["bits"] for row in rows) == approx(nats / math.log(2))
 
 
 def test_training_and_held_out_curves_of_summaries_share_a_measure(summaries: Case) -> None:

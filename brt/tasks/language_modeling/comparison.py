@@ -27,12 +27,12 @@ from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
 from brt.formatting import counted
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
-from brt.tasks.language_modeling import evaluation
-from brt.tasks.language_modeling.differences import (
+from brt.tasks.differences import (
     basis,
     paired_difference,
     position_ranges,
 )
+from brt.tasks.language_modeling import evaluation
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScores
 from brt.tasks.report import EvaluationResult, example_indices
 from brt.types import Variables

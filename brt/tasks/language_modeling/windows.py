@@ -17,8 +17,8 @@ from brt.config import Config
 from brt.config.checks import check
 from brt.formatting import counted
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
+from brt.tasks.differences import basis, paired_difference, position_ranges
 from brt.tasks.language_modeling import evaluation
-from brt.tasks.language_modeling.differences import basis, paired_difference, position_ranges
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScores
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EvaluationResult
 from brt.types import Variables

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Config
 from brt.config.shared import TASK_SECTIONS
@@ -86,11 +86,12 @@ def is_lossless(store: PairStore, tokenizer: PairTokenizer) -> bool:
     ) and not any(tokenizer.unk_id in store.target[row] for row in range(len(store)))
 
 
-def scored_bytes(store: PairStore, tokenizer: PairTokenizer) -> int:
-    """Returns the number of UTF-8 bytes of all summaries, without parts that were cut off."""
-    cut = np.flatnonzero(store.target_uncut > store.target.lengths)
-    size = int(store.reference.lengths.sum() - store.reference.lengths[cut].sum())
-    return size + sum(len(tokenizer.decode(store.target[row]).encode()) for row in cut)
+def scored_bytes(store: PairStore, tokenizer: PairTokenizer) -> Int[np.ndarray, " pairs"]:
+    """Returns the number of UTF-8 bytes of each summary, without a part that was cut off."""
+    sizes = np.array(store.reference.lengths)
+    for row in np.flatnonzero(store.target_uncut > store.target.lengths):
+        sizes[row] = len(tokenizer.decode(store.target[row]).encode())
+    return sizes
 
 
 class SummaryEvaluator:
@@ -113,16 +114,26 @@ class SummaryEvaluator:
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        bits = self._bits(variables.params, control)
-        if bits is None:
+        of_pairs = self._bits_of_pairs(variables.params, control)
+        if of_pairs is None:
             return None
+        sizes = scored_bytes(self._store, self._tokenizer)
+        bits = self._bits(of_pairs, sizes)
+        rows = {
+            "documents": [
+                {"document": str(name), "bits": own, "bytes": size}
+                for name, own, size in zip(
+                    self._store.ids, of_pairs.tolist(), sizes.tolist(), strict=True
+                )
+            ]
+        }
         metrics = {
             **bits._asdict(), PAIR_COST.name: self._gigaflops(),
             "decoding": dataclasses.asdict(self._decoding),
         }  # fmt: skip
         summary, heading = f"{bits.bits_per_token:.3f} bits/token", self._heading(bits)
         if not whole:
-            return EvaluationResult(metrics, summary, {}, heading)
+            return EvaluationResult(metrics, summary, rows, heading)
         summaries = self._summarizer(variables.params, self._store, control)
         if summaries is None:
             return None
@@ -131,7 +142,7 @@ class SummaryEvaluator:
         return EvaluationResult(
             {**metrics, **scored.report},
             f"{summary}, ROUGE-L {rouge:.2f} ({self._protocol.name})",
-            {"predictions": scores.rows(scored)},
+            {**rows, "predictions": scores.rows(scored)},
             f"{heading}\n\n{scores.text(scored)}",
         )
 
@@ -145,12 +156,15 @@ class SummaryEvaluator:
         (s,) = summaries
         return f"{s.id}\n\nreference: {s.reference}\n\nsummary: {s.prediction}\n"
 
-    def _bits(self, params: PyTree[Array], control: Control) -> Bits | None:
-        """Returns the bits of the reference summaries; None if `control` stopped the evaluation.
+    def _bits_of_pairs(
+        self, params: PyTree[Array], control: Control
+    ) -> Float[np.ndarray, " pairs"] | None:
+        """Returns the bits of each reference summary; None if `control` stopped the evaluation.
 
         One program is compiled for each padded length of documents.
         """
-        total, tokens, config, store = 0.0, 0, self._config, self._store
+        config, store = self._config, self._store
+        nats = np.zeros(len(store) + 1)  # The last one is that of empty rows.
         for batch in PairReader.evaluation(
             store,
             batch_size=rules.round_up("lanes", config.evaluation.batch_size),
@@ -158,9 +172,14 @@ class SummaryEvaluator:
         ):
             if control.stop():
                 return None
-            total += float(jnp.sum(self._nats(params, batch)))
-            tokens += int(batch.scored.sum())
-        bits, size = total / math.log(2), scored_bytes(store, self._tokenizer)
+            nats[batch.row] = np.asarray(self._nats(params, batch), np.float64).sum(1)
+        return nats[:-1] / math.log(2)
+
+    def _bits(
+        self, of_pairs: Float[np.ndarray, " pairs"], sizes: Int[np.ndarray, " pairs"]
+    ) -> Bits:
+        bits, size, store = float(of_pairs.sum()), int(sizes.sum()), self._store
+        tokens = int(store.target.lengths.sum())
         lossless = is_lossless(store, self._tokenizer)
         return Bits(len(store), tokens, size, bits / tokens, bits / size if lossless else None)
 
@@ -310,7 +329,7 @@ class Summarization(Task):
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
         train = dataset.split("train")
-        return scored_bytes(train, dataset.tokenizer) / len(train.target.values)
+        return int(scored_bytes(train, dataset.tokenizer).sum()) / len(train.target.values)
 
     def writer(
         self, config: Config, variables: Variables, tokenizer: PairTokenizer

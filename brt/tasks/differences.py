@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from brt.formatting import counted
 
@@ -38,12 +39,32 @@ def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) ->
     units. The difference is the ratio of two sums over documents. The interval uses Student's
     distribution and says how much the difference would vary with other documents of the same kind.
     """
+    return difference_of_runs(nats[None], other[None], sizes)
+
+
+def difference_of_runs(
+    nats: Float[np.ndarray, "R N"], other: Float[np.ndarray, "S N"], sizes: np.ndarray
+) -> Difference:
+    """Returns `paired_difference` of the means of R and of S runs, which differ in their seeds.
+
+    With several runs, the interval also says how much the difference would vary with other seeds:
+    the variances of the documents and of the means of both kinds of runs add up, and the degrees
+    of freedom of the sum are those of Welch (1947) and Satterthwaite (1946).
+    """
     from scipy.special import stdtrit  # This import takes long.
 
-    bits, count = (nats - other) / math.log(2), len(nats)
+    bits, count = (nats.mean(0) - other.mean(0)) / math.log(2), len(sizes)
     value = float(bits.sum() / sizes.sum())
     if count < 2:
         return Difference(value, None)
     residuals = bits - value * sizes
-    error = math.sqrt(count / (count - 1) * float(np.square(residuals).sum())) / float(sizes.sum())
-    return Difference(value, float(stdtrit(count - 1, 0.975)) * error)
+    variances = [count / (count - 1) * float(np.square(residuals).sum()) / float(sizes.sum()) ** 2]
+    freedom = [count - 1]
+    for runs in (nats, other):
+        if len(runs) > 1:
+            of_runs = runs.sum(1) / math.log(2) / sizes.sum()
+            variances.append(float(of_runs.var(ddof=1)) / len(runs))
+            freedom.append(len(runs) - 1)
+    total = sum(variances)
+    parts = sum((one / total) ** 2 / n for one, n in zip(variances, freedom, strict=True) if one)
+    return Difference(value, float(stdtrit(1 / parts, 0.975)) * math.sqrt(total) if parts else 0.0)
