@@ -123,17 +123,23 @@ def _product_of_layer(x: Array, kernel: LayerKernel, inputs: int) -> Array:
     return products.reshape(*rows, *kernel.shape[inputs:])
 
 
-def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
+def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array, Array]]:
     """Computes `dense` and its residuals, for functions with custom gradients of their own.
 
     The custom gradient of `dense` would hide the product from the policies of `remat_keep`.
     """
-    return _dense(x, kernel, inputs), (x, kernel)
+    used = kernel
+    if inputs == 1 and kernel.ndim > 2 and not isinstance(kernel, LayerKernel):
+        # XLA for TPUs converts a kernel of heads in a pass of its own, which is not repeated.
+        used = dispatch.input_residual(kernel.astype(x.dtype))
+    return _dense(x, used, inputs), (x, used, kernel)
 
 
-def _backward(inputs: int, residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    x, kernel = residuals
-    dx = input_gradient(kernel, gradient, inputs)
+def _backward(
+    inputs: int, residuals: tuple[Array, Array, Array], gradient: Array
+) -> tuple[Array, Array]:
+    x, used, kernel = residuals
+    dx = input_gradient(used, gradient, inputs)
     return dx, weight_gradient(x, gradient, inputs, kernel.ndim - inputs).astype(kernel.dtype)
 
 

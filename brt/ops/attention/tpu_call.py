@@ -55,12 +55,13 @@ class SlabArguments(NamedTuple):
     first: Int[Array, "B D"] | None = None  # `Slab.first`; for windows only
 
     def grid(self, s: SlabSettings) -> tuple[int, int, int, int]:
-        """The numbers of groups of heads, tiles of queries, rows and blocks of a window."""
+        """The numbers of groups of heads, tiles of queries, rows, and blocks with own keys."""
         # The cores of a chip divide the first axis of the grid among themselves. This axis is the
         # heads, so that all steps that add to the gradients of a head's bias run on one core.
         heads = self.q.shape[1] if self.q.ndim == 4 else self.q.shape[2] // s.wide
         steps = self.q.shape[-2 if self.q.ndim == 4 else 1] // s.queries
-        return heads, 1 if s.window else steps, len(self.q), steps if s.window else 1
+        blocks = steps if s.window else len(self.keys[0]) // len(self.q)
+        return heads, steps // blocks, len(self.q), blocks
 
     def numbers(self, s: SlabSettings) -> tuple[int, ...]:
         """The shape of one number for each query and head: [B, groups of heads, G, T]."""
@@ -204,11 +205,11 @@ def _whole(
     """Returns the spec of a complete slab x of keys or values; if `last_tile`, of its gradient,
     which the step of the last tile of queries writes.
     """
-    heads, tiles, *_ = arguments.grid(s)
+    heads, tiles, _, blocks = arguments.grid(s)
     members = 1 if x.ndim == 3 or last_tile else heads // x.shape[1]
 
-    def place(h: Any, t: Any, b: Any, *_: Any) -> tuple[Any, ...]:
-        row = jnp.where(t == tiles - 1, b, 0) if last_tile and tiles > 1 else b
+    def place(h: Any, t: Any, b: Any, n: Any, _: Any) -> tuple[Any, ...]:
+        row = jnp.where(t == tiles - 1, b, 0) if last_tile and tiles > 1 else b * blocks + n
         return (row, 0, h) if x.ndim == 3 else (row, _key_head(h, members), 0, 0)
 
     shape = (None, x.shape[1], s.wide) if x.ndim == 3 else (None, None, *x.shape[2:])
@@ -227,7 +228,7 @@ def _specs(arguments: SlabArguments, s: SlabSettings, *, reverse: bool = False) 
 
     def spec(shape: tuple[int | None, ...], place: Callable[..., tuple]) -> pl.BlockSpec:
         def index(h: Any, t: Any, b: Any, n: Any, _: Any) -> tuple:
-            return place(h, t, b, blocks - 1 - n if reverse else n)
+            return place(h, t, b, blocks - 1 - n if reverse and s.window else n)
 
         return pl.BlockSpec(shape, index)
 

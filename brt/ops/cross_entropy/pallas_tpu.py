@@ -148,7 +148,7 @@ def _backward(
     hidden, embedding, targets, lse, rest, mean = residuals
     d_others = scale * (gradient.nats + gradient.lse)
     d_target = scale * (gradient.lse * (1 - rest) - gradient.nats * rest)
-    target_embeddings = jnp.take(embedding.astype(hidden.dtype), targets, axis=0)
+    target_embeddings = jnp.take(embedding, targets, axis=0).astype(hidden.dtype)
     d_hidden = d_others[..., None] * mean + d_target[..., None] * target_embeddings
     d_embedding = _embedding_gradient(
         scale, interpret, hidden, embedding, targets, lse, d_others, d_target
@@ -175,7 +175,7 @@ def _run_forward(
     vectors = pl.BlockSpec((rows, width), lambda i, j: (i, 0))
     numbers = jax.ShapeDtypeStruct((targets.size, 1), jnp.float32)
     mean = jax.ShapeDtypeStruct((targets.size, width), hidden.dtype)
-    wide = pltpu.VMEM((rows, width), jnp.float32)
+    wide, table = pltpu.VMEM((rows, width), jnp.float32), _table(size, embedding, hidden.dtype)
     results = pl.pallas_call(
         functools.partial(_forward_kernel, scale=scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -187,8 +187,10 @@ def _run_forward(
             + [wide] * learns,
         ),
         out_shape=[numbers] * 4 + [mean] * learns,
-        **_options("cross_entropy" if learns else "token_scores", size, grid, hidden, interpret),
-    )(hidden.reshape(-1, width), embedding.astype(hidden.dtype), targets.reshape(-1, 1))
+        **_options(
+            "cross_entropy" if learns else "token_scores", size, grid, hidden, table, interpret
+        ),
+    )(hidden.reshape(-1, width), table, targets.reshape(-1, 1))
     lse, chosen, top, rest = (x.reshape(targets.shape) for x in results[:4])
     more = (rest, *(x.reshape(hidden.shape) for x in results[4:]))
     # `rest` is the probability of all tokens except the target. The logarithm of 1 - rest is exact
@@ -204,24 +206,38 @@ def _embedding_gradient(
 ) -> Float[Array, "V D"]:  # fmt: skip
     rows, columns, width = size = _tile(targets.size, embedding, hidden.dtype)
     grid = len(embedding) // columns, targets.size // rows
-    table = pl.BlockSpec((columns, width), lambda j, i: (j, 0))
+    table = _table(size, embedding, hidden.dtype)
+    table_spec = pl.BlockSpec((columns, width), lambda j, i: (j, 0))
     row_spec = pl.BlockSpec((1, rows), lambda j, i: (0, i))
     return pl.pallas_call(
         functools.partial(_backward_kernel, scale=scale),
         grid=grid,
-        in_specs=[pl.BlockSpec((rows, width), lambda j, i: (i, 0)), table, *[row_spec] * 4],
-        out_specs=table,
+        in_specs=[pl.BlockSpec((rows, width), lambda j, i: (i, 0)), table_spec, *[row_spec] * 4],
+        out_specs=table_spec,
         out_shape=jax.ShapeDtypeStruct(embedding.shape, jnp.float32),
-        **_options("cross_entropy_backward", size, grid, hidden, interpret),
+        **_options("cross_entropy_backward", size, grid, hidden, table, interpret),
     )(
-        hidden.reshape(-1, width), embedding.astype(hidden.dtype),
+        hidden.reshape(-1, width), table,
         *(x.reshape(1, -1) for x in (targets, *token_arrays)),
     )  # fmt: skip
 
 
+def _table(size: tuple[int, int, int], embedding: Array, dtype: jnp.dtype) -> Array:
+    """Returns the embedding as the kernels read it.
+
+    If there is room in VMEM, it stays float32, and the kernels convert each tile while the matrix
+    units are busy. XLA would convert all of it in a pass of its own.
+    """
+    rows, columns, width = size
+    more = columns * width * (2 * (embedding.dtype.itemsize - dtype.itemsize) + dtype.itemsize)
+    fits = _vmem_bytes(rows, columns, width, dtype.itemsize) + more <= _room()
+    return embedding if fits else embedding.astype(dtype)
+
+
 def _options(
-    name: str, size: tuple[int, int, int], grid: tuple[int, int], like: Array, interpret: Interpret
-) -> dict[str, Any]:
+    name: str, size: tuple[int, int, int], grid: tuple[int, int], hidden: Array, table: Array,
+    interpret: Interpret,
+) -> dict[str, Any]:  # fmt: skip
     """Returns the options of a kernel's call.
 
     The name has the size of a tile, the number of tiles, and the number of passes over the last
@@ -229,8 +245,10 @@ def _options(
     """
     tiles, products = grid[0] * grid[1], 1 if name == "token_scores" else 2
     rows, columns, width = size
+    # A pass reads one block of the first array and all of the second.
+    once, by_pass = (table, hidden) if name.endswith("backward") else (hidden, table)
     return {
-        "name": f"{name}_{rows}x{columns}x{width}_{like.dtype}_{tiles}_steps_in_{grid[0]}_passes",
+        "name": f"{name}_{rows}x{columns}x{width}_{hidden.dtype}_{tiles}_steps_in_{grid[0]}_passes",
         "interpret": interpret,
         "compiler_params": pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tpu.vmem_limit()
@@ -238,7 +256,7 @@ def _options(
         "cost_estimate": pl.CostEstimate(
             flops=2 * products * tiles * rows * columns * width,
             transcendentals=tiles * rows * columns,
-            bytes_accessed=tiles * (rows + columns) * width * like.dtype.itemsize,
+            bytes_accessed=once.nbytes + grid[0] * by_pass.nbytes,
         ),
     }
 
@@ -252,10 +270,13 @@ def _tile(tokens: int, embedding: Array, dtype: jnp.dtype) -> tuple[int, int, in
 def _tiles(tokens: int, vocabulary: int, width: int, dtype: jnp.dtype) -> list[tuple[int, int]]:
     """Returns all tiles of tokens and vocabulary entries that fit into VMEM in both kernels."""
     sizes = ((_largest(tokens, r), _largest(vocabulary, c)) for c in _COLUMNS for r in _ROWS)
+    return [(r, c) for r, c in sizes if _vmem_bytes(r, c, width, dtype.itemsize) <= _room()]
+
+
+def _room() -> int:
     # In measurements, the compiler used up to 1.4 MiB more VMEM than `_vmem_bytes` estimates. Tiles
     # must therefore leave 1.5 MiB of the limit free.
-    room = tpu.vmem_limit() - 3 * 2**19
-    return [(r, c) for r, c in sizes if _vmem_bytes(r, c, width, dtype.itemsize) <= room]
+    return tpu.vmem_limit() - 3 * 2**19
 
 
 def _vmem_bytes(rows: int, columns: int, width: int, itemsize: int) -> int:
@@ -303,7 +324,7 @@ def _forward_kernel(
     """
     mean, highest, others, results, sums = places if len(places) == 5 else (None, *places, None)
     column, lanes = pl.program_id(1), highest.shape[1]
-    columns = len(embedding)
+    columns, table = len(embedding), embedding[...].astype(hidden.dtype)
 
     @pl.when(column == 0)
     def _() -> None:
@@ -312,7 +333,7 @@ def _forward_kernel(
             if x is not None:
                 x[...] = jnp.zeros_like(x)
 
-    tile = dot_float32(hidden[...], embedding[...], NT) * scale
+    tile = dot_float32(hidden[...], table, NT) * scale
     starts = range(0, columns, lanes)
     own = targets[...] - column * columns
     own = own - jax.lax.broadcasted_iota(jnp.int32, (len(hidden), lanes), 1)
@@ -326,8 +347,8 @@ def _forward_kernel(
     highest[...] = after
     others[...] = others[...] * decay + sum(weights)
     if sums is not None:
-        weight = jnp.concatenate([part.astype(embedding.dtype) for part in weights], axis=1)
-        sums[...] = sums[...] * decay[:, :1] + dot_float32(weight, embedding[...], NN)
+        weight = jnp.concatenate([part.astype(table.dtype) for part in weights], axis=1)
+        sums[...] = sums[...] * decay[:, :1] + dot_float32(weight, table, NN)
 
     @pl.when(column == pl.num_programs(1) - 1)
     def _() -> None:
@@ -367,7 +388,7 @@ def _backward_kernel(
     def _() -> None:
         d_embedding[...] = jnp.zeros_like(d_embedding)
 
-    tile = dot_float32(embedding[...], hidden[...], NT) * scale
+    tile = dot_float32(embedding[...].astype(hidden.dtype), hidden[...], NT) * scale
     own = targets[...] - pl.program_id(0) * columns
     hit = own == jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0)
     gradient = jnp.where(hit, d_target[...], jnp.exp(tile - lse[...]) * d_others[...])
