@@ -129,10 +129,10 @@ def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Ar
     The custom gradient of `dense` would hide the product from the policies of `remat_keep`.
     """
     used = kernel
-    if inputs == 1 and kernel.ndim > 2 and not isinstance(kernel, LayerKernel):
+    if inputs == 1 and kernel.ndim > 2 and kernel.dtype != x.dtype:
         # XLA for TPUs converts a kernel of heads in a pass of its own, which is not repeated.
         used = dispatch.input_residual(kernel.astype(x.dtype))
-    return _dense(x, used, inputs), (x, used, kernel)
+    return _dense(x, kernel, inputs), (x, used, kernel)
 
 
 def _backward(

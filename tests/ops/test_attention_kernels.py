@@ -86,9 +86,10 @@ def window(
 def slab(
     queries: int, keys: int, heads: int, width: int, *, mask: str = "keys", groups: int = 0,
     biased: bool = False, normalized: bool = False, drops: bool = False, dtype: str = "float32",
+    blocks: int = 1,
 ) -> Case:  # fmt: skip
-    """Two rows. No query of the second one sees a key, and neither does query 3, unless all keys
-    are seen, or seen by all queries.
+    """Two rows, of some blocks with slabs of their own. No query of the second one sees a key, and
+    neither does query 3, unless all keys are seen, or seen by all queries.
     """
     rng = np.random.default_rng(queries)
     seen = rng.random((2, 1 if mask == "keys" else queries, keys)) < 0.7
@@ -99,15 +100,15 @@ def slab(
         seen = (place >= first[..., None]) & (place < end[..., None])
         given = {"spans": jnp.asarray(np.stack([first, end], axis=1), jnp.int32)}
     elif mask == "none":
-        seen, given = np.ones((2, 1, keys), bool), {}
+        seen, given = np.ones((2 * blocks, 1, keys), bool), {}
     else:
         seen[1] = False
         seen[:, 3:4] &= mask == "keys"
         given = {"mask": jnp.asarray(seen)}
     arrays = {
-        "q": normal(rng, 2, queries, heads, width, dtype=dtype),
-        "k": normal(rng, 2, keys, groups or heads, width, dtype=dtype),
-        "v": normal(rng, 2, keys, groups or heads, width, dtype=dtype),
+        "q": normal(rng, 2, blocks * queries, heads, width, dtype=dtype),
+        "k": normal(rng, 2 * blocks, keys, groups or heads, width, dtype=dtype),
+        "v": normal(rng, 2 * blocks, keys, groups or heads, width, dtype=dtype),
         "bias": normal(rng, heads, queries, keys) if biased else None,
         "scale": jnp.arange(2.0, 2 + heads) if normalized else None,
     }
@@ -129,7 +130,10 @@ def slab(
             return xla.attend_part(q, k, v, bias, jnp.asarray(seen), dropout)
         q = q if scale is None else scaled_unit(q, scale)
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-        return reference.attend(q, k, v, bias, jnp.asarray(seen))
+        part = reference.attend(
+            q.reshape(len(k), queries, heads, -1), k, v, bias, jnp.asarray(seen)
+        )
+        return AttentionPart(part.output.reshape(q.shape), part.lse.reshape(q.shape[:-1]))
 
     return Case(arrays, kernel, definition)
 
@@ -170,6 +174,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "sub-windows of half a block": lambda: window(16, 16, tokens=64, split=8),
     "slab": lambda: slab(24, 40, 2, 8, mask="none"),
     "slab, states": lambda: slab(16, 24, 2, 128, mask="none", normalized=True),
+    "slab, states of three blocks": lambda: slab(
+        16, 24, 2, 8, mask="none", normalized=True, blocks=3
+    ),
     "slab, bias": lambda: slab(24, 40, 4, 8, biased=True),
     "slab, one head of keys": lambda: slab(24, 40, 4, 8, groups=1),
     "slab, pairs of heads": lambda: slab(24, 40, 4, 64, biased=True, mask="queries"),

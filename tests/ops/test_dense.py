@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brt.layers.basic import remat_policy
 from brt.ops.dense import LayerKernel, SeparateKernels, dense, of_layer, relu, weight_gradient
 
 
@@ -54,6 +55,16 @@ def test_inputs_and_outputs_may_be_several_axes(
     expected = np.einsum("btop,mnop->btmn", ct, kernel)
     np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dk, np.einsum("btmn,btop->mnop", x, ct), rtol=1e-5, atol=1e-5)
+
+
+def test_the_backward_pass_does_not_convert_a_kernel_of_heads_again() -> None:
+    recomputed = jax.checkpoint(
+        lambda x, kernel: dense(x, kernel).sum(), policy=remat_policy("products")
+    )
+    program = jax.make_jaxpr(jax.grad(recomputed, (0, 1)))(
+        jnp.ones((2, 5), jnp.bfloat16), jnp.ones((5, 3, 7))
+    )
+    assert str(program).count(":bf16[5,3,7] = convert_element_type") == 1
 
 
 def test_the_gradient_of_a_float32_kernel_is_summed_in_float32() -> None:
