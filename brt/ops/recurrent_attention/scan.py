@@ -155,7 +155,12 @@ def state_scan(
         for own, *others in zip(tokens, *flags, _unstack(taps, blocks), strict=True):
             carry, states = update_block(carry, (own, *others))
             state_kvs.append(states)
-        return carry[0], jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *state_kvs)
+
+        def stacked(*parts: Float[Array, "B S H K"]) -> Float[Array, "B N S H K"]:
+            # In memory, heads are before states, as attention to the states reads them.
+            return jnp.stack([x.swapaxes(1, 2) for x in parts], axis=1).swapaxes(2, 3)
+
+        return carry[0], jax.tree.map(stacked, *state_kvs)
 
     def split_blocks(x: Float[Array, "B T H K"]) -> Float[Array, "N B W H K"]:
         return jnp.moveaxis(x.reshape(batch, blocks, -1, *x.shape[2:]), 1, 0)
