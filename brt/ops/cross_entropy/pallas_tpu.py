@@ -148,12 +148,16 @@ def _backward(
     hidden, embedding, targets, lse, rest, mean = residuals
     d_others = scale * (gradient.nats + gradient.lse)
     d_target = scale * (gradient.lse * (1 - rest) - gradient.nats * rest)
-    target_embeddings = jnp.take(embedding, targets, axis=0).astype(hidden.dtype)
-    d_hidden = d_others[..., None] * mean + d_target[..., None] * target_embeddings
+    target_embeddings = jnp.take(embedding, targets.ravel(), axis=0).astype(hidden.dtype)
+    d_hidden = d_others.reshape(-1, 1) * mean + d_target.reshape(-1, 1) * target_embeddings
     d_embedding = _embedding_gradient(
         scale, interpret, hidden, embedding, targets, lse, d_others, d_target
     )
-    return d_hidden.astype(hidden.dtype), d_embedding.astype(embedding.dtype), None
+    return (
+        d_hidden.astype(hidden.dtype).reshape(hidden.shape),
+        d_embedding.astype(embedding.dtype),
+        None,
+    )
 
 
 _token_results.defvjp(_forward, _backward)
@@ -192,7 +196,7 @@ def _run_forward(
         ),
     )(hidden.reshape(-1, width), table, targets.reshape(-1, 1))
     lse, chosen, top, rest = (x.reshape(targets.shape) for x in results[:4])
-    more = (rest, *(x.reshape(hidden.shape) for x in results[4:]))
+    more = (rest, *results[4:])
     # `rest` is the probability of all tokens except the target. The logarithm of 1 - rest is exact
     # even if the target's probability is close to 1, where lse - chosen would be the difference of
     # two nearly equal numbers.
