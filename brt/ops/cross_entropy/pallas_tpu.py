@@ -153,11 +153,8 @@ def _backward(
     d_embedding = _embedding_gradient(
         scale, interpret, hidden, embedding, targets, lse, d_others, d_target
     )
-    return (
-        d_hidden.astype(hidden.dtype).reshape(hidden.shape),
-        d_embedding.astype(embedding.dtype),
-        None,
-    )
+    d_hidden = d_hidden.astype(hidden.dtype).reshape(hidden.shape)
+    return d_hidden, d_embedding.astype(embedding.dtype), None
 
 
 _token_results.defvjp(_forward, _backward)
