@@ -114,54 +114,67 @@ def _shard_by_lane(scale: float, interpret: Interpret, inputs: Targets) -> _Toke
     hidden = inputs.hidden
     embedding = rules.gathered(inputs.embedding, hidden.dtype, ("vocab", "embed"))
     pads = [(0, _padding(hidden.shape[-1]))]
+    table = jax.lax.stop_gradient(embedding)
+    if pads[0][1] or not _has_room_to_convert(embedding, hidden.dtype):
+        table = jnp.pad(table.astype(hidden.dtype), [(0, 0), *pads])
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), *pads])
-    embedding = jnp.pad(embedding, [(0, 0), *pads])
     local: Any = functools.partial(_token_results, scale, interpret)
     if rules.partitioned():
         lanes = rules.partition_spec("lanes", shape=hidden.shape[:1])
-        local = dispatch.on_devices(local, (lanes, jax.P(), lanes), lanes)
-    return local(hidden, embedding, inputs.targets)
+        local = dispatch.on_devices(local, (lanes, jax.P(), jax.P(), lanes), lanes)
+    return local(hidden, embedding, table, inputs.targets)
 
 
 def _padding(width: int) -> int:
     return -width % tpu.LANES
 
 
+def _has_room_to_convert(embedding: Array, dtype: jnp.dtype) -> bool:
+    # If a float32 tile fits into VMEM, the kernels convert it while the matrix units are busy. XLA
+    # would convert the embedding in a pass of its own.
+    size, itemsize = (_ROWS[0], _COLUMNS[0], embedding.shape[1]), dtype.itemsize
+    more = math.prod(size[1:]) * (2 * (embedding.dtype.itemsize - itemsize) + itemsize)
+    return _vmem_bytes(*size, itemsize) + more <= _room()
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _token_results(
-    scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array
-) -> _TokenResults:
-    return _run_forward(scale, interpret, hidden, embedding, targets, learns=False)[0]
+    scale: float, interpret: Interpret, hidden: Array, embedding: Array, table: Array,
+    targets: Array,
+) -> _TokenResults:  # fmt: skip
+    # The kernels read the embedding as `table`, which has no gradient.
+    return _run_forward(scale, interpret, hidden, table, targets, learns=False)[0]
 
 
 def _forward(
-    scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array
-) -> tuple[_TokenResults, tuple]:
-    results, more = _run_forward(scale, interpret, hidden, embedding, targets, learns=True)
-    return results, (hidden, embedding, targets, results.lse, *more)
+    scale: float, interpret: Interpret, hidden: Array, embedding: Array, table: Array,
+    targets: Array,
+) -> tuple[_TokenResults, tuple]:  # fmt: skip
+    results, more = _run_forward(scale, interpret, hidden, table, targets, learns=True)
+    return results, (hidden, embedding, table, targets, results.lse, *more)
 
 
 @jax.named_scope("cross_entropy")
 def _backward(
     scale: float, interpret: Interpret, residuals: tuple, gradient: _TokenResults
-) -> tuple[Array, Array, None]:
-    hidden, embedding, targets, lse, rest, mean = residuals
+) -> tuple[Array, Array, None, None]:
+    hidden, embedding, table, targets, lse, rest, mean = residuals
     d_others = scale * (gradient.nats + gradient.lse)
     d_target = scale * (gradient.lse * (1 - rest) - gradient.nats * rest)
-    target_embeddings = jnp.take(embedding, targets.ravel(), axis=0).astype(hidden.dtype)
+    target_embeddings = jnp.take(table, targets.ravel(), axis=0).astype(hidden.dtype)
     d_hidden = d_others.reshape(-1, 1) * mean + d_target.reshape(-1, 1) * target_embeddings
     d_embedding = _embedding_gradient(
-        scale, interpret, hidden, embedding, targets, lse, d_others, d_target
-    )
+        scale, interpret, hidden, table, targets, lse, d_others, d_target
+    )[:, : embedding.shape[1]]
     d_hidden = d_hidden.astype(hidden.dtype).reshape(hidden.shape)
-    return d_hidden, d_embedding.astype(embedding.dtype), None
+    return d_hidden, d_embedding.astype(embedding.dtype), None, None
 
 
 _token_results.defvjp(_forward, _backward)
 
 
 def _run_forward(
-    scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array, *,
+    scale: float, interpret: Interpret, hidden: Array, table: Array, targets: Array, *,
     learns: bool,
 ) -> tuple[_TokenResults, tuple[Array, ...]]:  # fmt: skip
     """Runs the forward kernel.
@@ -170,13 +183,13 @@ def _run_forward(
       The results of tokens, and what gradients need in addition: the probability of all other
         tokens, and with `learns` their mean embedding (see `_forward_kernel`).
     """
-    rows, columns, width = size = _tile(targets.size, embedding, hidden.dtype)
-    grid = targets.size // rows, len(embedding) // columns
+    rows, columns, width = size = _tile(targets.size, table, hidden.dtype)
+    grid = targets.size // rows, len(table) // columns
     row_spec = pl.BlockSpec((rows, 1), lambda i, j: (i, 0))
     vectors = pl.BlockSpec((rows, width), lambda i, j: (i, 0))
     numbers = jax.ShapeDtypeStruct((targets.size, 1), jnp.float32)
     mean = jax.ShapeDtypeStruct((targets.size, width), hidden.dtype)
-    wide, table = pltpu.VMEM((rows, width), jnp.float32), _table(size, embedding, hidden.dtype)
+    wide = pltpu.VMEM((rows, width), jnp.float32)
     results = pl.pallas_call(
         functools.partial(_forward_kernel, scale=scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -202,12 +215,11 @@ def _run_forward(
 
 
 def _embedding_gradient(
-    scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array,
+    scale: float, interpret: Interpret, hidden: Array, table: Array, targets: Array,
     *token_arrays: Float[Array, "B T"],
 ) -> Float[Array, "V D"]:  # fmt: skip
-    rows, columns, width = size = _tile(targets.size, embedding, hidden.dtype)
-    grid = len(embedding) // columns, targets.size // rows
-    table = _table(size, embedding, hidden.dtype)
+    rows, columns, width = size = _tile(targets.size, table, hidden.dtype)
+    grid = len(table) // columns, targets.size // rows
     table_spec = pl.BlockSpec((columns, width), lambda j, i: (j, 0))
     row_spec = pl.BlockSpec((1, rows), lambda j, i: (0, i))
     return pl.pallas_call(
@@ -215,24 +227,12 @@ def _embedding_gradient(
         grid=grid,
         in_specs=[pl.BlockSpec((rows, width), lambda j, i: (i, 0)), table_spec, *[row_spec] * 4],
         out_specs=table_spec,
-        out_shape=jax.ShapeDtypeStruct(embedding.shape, jnp.float32),
+        out_shape=jax.ShapeDtypeStruct(table.shape, jnp.float32),
         **_options("cross_entropy_backward", size, grid, hidden, table, interpret),
     )(
         hidden.reshape(-1, width), table,
         *(x.reshape(1, -1) for x in (targets, *token_arrays)),
     )  # fmt: skip
-
-
-def _table(size: tuple[int, int, int], embedding: Array, dtype: jnp.dtype) -> Array:
-    """Returns the embedding as the kernels read it.
-
-    If there is room in VMEM, it stays float32, and the kernels convert each tile while the matrix
-    units are busy. XLA would convert all of it in a pass of its own.
-    """
-    rows, columns, width = size
-    more = columns * width * (2 * (embedding.dtype.itemsize - dtype.itemsize) + dtype.itemsize)
-    fits = _vmem_bytes(rows, columns, width, dtype.itemsize) + more <= _room()
-    return embedding if fits else embedding.astype(dtype)
 
 
 def _options(
@@ -262,9 +262,9 @@ def _options(
     }
 
 
-def _tile(tokens: int, embedding: Array, dtype: jnp.dtype) -> tuple[int, int, int]:
+def _tile(tokens: int, table: Array, dtype: jnp.dtype) -> tuple[int, int, int]:
     """Returns the tokens, vocabulary entries and width of the largest tile that fits into VMEM."""
-    vocabulary, width = embedding.shape
+    vocabulary, width = table.shape
     return *max(_tiles(tokens, vocabulary, width, dtype), key=math.prod), width
 
 
