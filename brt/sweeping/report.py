@@ -7,7 +7,6 @@ has the means of their results.
 import contextlib
 import csv
 import io
-import json
 import math
 import statistics
 from collections import Counter
@@ -39,6 +38,7 @@ from brt.training.workdir import check_writable, write_bytes, write_text
 
 T = TypeVar("T")
 _REPORT = {"answers?": [{"windows": int, EXACT_ANSWERS.name: untrusted.NUMBER}]}
+_DOCUMENT = {"bits": untrusted.NUMBER, "bytes": int}
 
 
 class Row(NamedTuple):
@@ -113,7 +113,7 @@ def _difference(group: Group, base: Group) -> Difference | None:
     if not runs or not of_base:
         return None
     sizes = of_base[0][1]
-    if not all(np.array_equal(one[1], sizes) for one in (*runs, *of_base)):
+    if not all(np.array_equal(one[1], sizes) for one in (*runs, *of_base)) or sizes.sum() <= 0:
         return None
     nats, other = (math.log(2) * np.stack([one[0] for one in own]) for own in (runs, of_base))
     return difference_of_runs(nats, other, sizes)
@@ -165,7 +165,9 @@ def _row(point: Point, directory: PointDirectory, split: str) -> Row:
         reason=progress.reason,
         metrics={name: value for name, value in metrics.items() if value is not None},
         answers={row["windows"]: row[EXACT_ANSWERS.name] for row in content.get("answers", [])},
-        documents=documents(evaluation) if evaluation else None,
+        documents=documents(evaluation.with_name(f"{split}_documents.jsonl"))
+        if evaluation
+        else None,
         step_seconds=median(records, "perf/step_seconds"),
         tokens_per_second=median(records, "perf/tokens_per_second"),
         tokens_per_step=median(records, "perf/tokens_per_second", "perf/step_seconds"),
@@ -187,14 +189,13 @@ def report(path: Path, task: Task) -> dict[str, Any]:
         return content
 
 
-def documents(evaluation: Path) -> Float[np.ndarray, "2 N"] | None:
-    """Returns the bits and bytes of each document in the file beside a report, if there is one."""
-    path = evaluation.with_name(f"{evaluation.stem}_documents.jsonl")
+def documents(path: Path) -> Float[np.ndarray, "2 N"] | None:
+    """Returns the bits and bytes of each document of an evaluation; None if there is no file."""
     if not path.exists():
         return None
     with _written_by_brt(path):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        untrusted.check(rows, [{"bits": untrusted.NUMBER, "bytes": int}])
+        lines = untrusted.read_file(path).rstrip(b"\n").split(b"\n")
+        rows = [untrusted.checked_json(line, _DOCUMENT) for line in lines]
         return np.array([[row["bits"], row["bytes"]] for row in rows]).T
 
 

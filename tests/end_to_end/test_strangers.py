@@ -222,6 +222,7 @@ SAME_READER = {
     "hf/model.safetensors": "m.safetensors",
     "hf/model-*.safetensors": "m.safetensors",
     "run/evaluations/*/*.json": "run/evaluations/5/validation.json",
+    "run/evaluations/*/*.jsonl": "run/evaluations/5/validation_documents.jsonl",
     "run/point.json": "sweep/5/point.json",
 }
 

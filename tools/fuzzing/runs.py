@@ -111,6 +111,9 @@ def readers(place: Path) -> dict[str, Target]:
     }  # fmt: skip
     report["answers"] = [{"windows": 1, results.EXACT_ANSWERS.name: 0.5}]
     add("run/evaluations/*/validation.json", report, lambda path: _report(path, task))
+    rows = [{"document": "a.txt", "bits": 8.5, "bytes": 4}, {"bits": 3, "bytes": 5}]
+    text = "\n".join(map(json.dumps, rows))
+    add("run/evaluations/*/validation_documents.jsonl", text, results.documents)
     add("run/checkpoints/*/meta.json", None, lambda path: _meta(run))
     add("run/checkpoints/*/MANIFEST.sha256", None, lambda path: _verified(run))
     state = run.checkpoints / str(STEP) / "state"
