@@ -275,19 +275,20 @@ class MLP(nn.Module):
 
     def setup(self) -> None:
         m = self.model
-        wide = m.model_dim, m.mlp_dim
         if m.norm.before:
             self.mlp_norm = norm_parameters(self, m, "mlp_norm")
         if m.mlp.experts:
             self.experts = expert_parameters(self, m)
         else:
-            self.mlp_in = product_kernel(self, m, "mlp_in", wide, INTO_MLP)
-        if m.mlp.gated and not m.mlp.experts:
-            self.mlp_gate = product_kernel(self, m, "mlp_gate", wide, INTO_MLP)
+            self._products_of_one(m)
         if m.norm.after:
             self.mlp_output_norm = norm_parameters(self, m, "mlp_output_norm")
-        if m.mlp.experts:
-            return
+
+    def _products_of_one(self, m: Model) -> None:
+        wide = m.model_dim, m.mlp_dim
+        self.mlp_in = product_kernel(self, m, "mlp_in", wide, INTO_MLP)
+        if m.mlp.gated:
+            self.mlp_gate = product_kernel(self, m, "mlp_gate", wide, INTO_MLP)
         self.mlp_out = product_kernel(self, m, "mlp_out", wide[::-1], FROM_MLP)
         if m.mlp.bias:
             self.mlp_in_bias = parameter(self, "mlp_in_bias", (m.mlp_dim,), ("mlp",), ZEROS)

@@ -73,7 +73,6 @@ class Group(NamedTuple):
     planned: int  # the number of points
     metrics: dict[str, float]  # means over the finished points that have the metric
     answers: dict[int, float]  # means over those that have answers at the distance; see `Row`
-    spread: float | None  # largest minus smallest bits per byte; None for fewer than two points
     # Bits per byte minus those of the baseline; None if they have read other documents.
     difference: Difference | None
     step_seconds: float | None
@@ -244,7 +243,6 @@ def _group(name: str, rows: list[Row]) -> Group:
                 collected.setdefault(name, []).append(value)
         return {name: statistics.fmean(values) for name, values in collected.items()}
 
-    bits = [b for row in finished if (b := row.metrics.get("bits_per_byte")) is not None]
     first = finished[0] if finished else None
     return Group(
         name=name,
@@ -252,7 +250,6 @@ def _group(name: str, rows: list[Row]) -> Group:
         planned=len(rows),
         metrics=means(lambda row: row.metrics),
         answers=means(lambda row: row.answers),
-        spread=max(bits) - min(bits) if len(bits) > 1 else None,
         difference=None,
         step_seconds=mean(lambda row: row.step_seconds),
         relative_step_time=None,
@@ -583,16 +580,13 @@ def _metric_columns(
 ) -> dict[str, list[str]]:
     """Returns a column of a table, by title, for each metric in `table_metrics(rows)`.
 
-    A column has a cell for each of `entries`, which are `rows` or groups of them. If groups have a
-    spread of bits per byte or differences to the baseline, these have columns, too.
+    A column has a cell for each of `entries`, which are `rows` or groups of them. If groups have
+    differences to the baseline, these have a column, too.
     """
     cells = {}
     for metric in table_metrics(rows):
         values = [entry.metrics.get(metric.name) for entry in entries]
         cells[metric.title] = [_number(value, metric.form) for value in values]
-        if metric == BITS_PER_BYTE and any(getattr(entry, "spread", None) for entry in entries):
-            spreads = [getattr(entry, "spread", None) for entry in entries]
-            cells["max - min"] = [_number(spread, ".4f") for spread in spreads]
         if metric == BITS_PER_BYTE and any(getattr(entry, "difference", None) for entry in entries):
             cells["more than the baseline (95 %)"] = [
                 _interval(getattr(entry, "difference", None)) for entry in entries
