@@ -164,6 +164,7 @@ def test_names_in_a_checkpoint_are_escaped_in_warnings(
         assert "damaged" in said and not UNSAFE.search(said)
 
 
+@pytest.mark.slow
 def test_text_of_a_model_is_escaped_on_terminals_only(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def test_memories_are_gone_on_from_as_if_nothing_had_happened(
     np.testing.assert_allclose(ids.logits, memory.logits, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_memory_of_another_model_is_refused(model: brt.Model, tmp_path: Path) -> None:
     path = tmp_path / "m.npz"
     model.read("the rain").save(path)
@@ -85,6 +86,7 @@ def test_prompts_of_a_file_have_the_texts_of_python(
     ]
 
 
+@pytest.mark.slow
 def test_bits_of_a_document_are_those_of_evaluation(model: brt.Model) -> None:
     figures = model.evaluate("validation")
     documents = sorted(Path(model.config.data.validation[0]).iterdir())
@@ -123,6 +125,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(
             call()
 
 
+@pytest.mark.slow
 def test_two_texts_at_a_time_are_not_mixed_up(model: brt.Model) -> None:
     first = model.stream("a", max_tokens=40)
     next(first)

@@ -54,6 +54,7 @@ def test_every_kind_of_text_ends_at_an_end_token(model: Model, how: dict) -> Non
     assert model.generate("x", state=memory, max_tokens=5, **how) == "dot "
 
 
+@pytest.mark.slow_cases("(5, 30)-*beams*")
 @pytest.mark.parametrize(
     ("counts", "how"),
     [((5, 30), GREEDY), ((1, 4, 1, 1, 20), GREEDY), ((5, 30), {"beams": 2})],
@@ -102,7 +103,7 @@ def test_a_text_ends_before_a_stop_string_and_so_does_its_memory(
         np.testing.assert_allclose(after.logits, model.read(read).logits, atol=1e-4)
 
 
-@pytest.mark.slow_cases("*beams*", "*temperature': 9*")
+@pytest.mark.slow_cases("*beams*", "*temperature': 9*", "{'temperature': 0.0}")
 @pytest.mark.parametrize(
     "how",
     [

@@ -30,17 +30,9 @@ def written(session: Session) -> tuple[Any, Any]:
     return np.concatenate(pieces, axis=1), session.snapshot()
 
 
-@pytest.mark.parametrize(
-    ("kind", "layers", "lanes"),
-    [
-        pytest.param(
-            *case, lanes, marks=[] if (case, lanes) == (("window", 10), 8) else pytest.mark.slow
-        )
-        for case in CASES
-        for lanes in (2, 8)
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [2, 8])
+@pytest.mark.parametrize(("kind", "layers"), CASES, ids=str)
 def test_separate_kernels_of_the_present_parameters_write_the_same_text(
     kind: str, layers: int, lanes: int, random_params: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,7 @@ def written(
     return np.concatenate(pieces, axis=1)
 
 
+@pytest.mark.slow
 def test_the_memory_is_the_same_however_a_text_is_cut(case: Case) -> None:
     session, expected = case.session, case.whole(TEXT)
     session.read(TEXT)  # The session reads three segments, then a block, then two tokens.
@@ -137,6 +138,7 @@ def test_the_memory_is_the_same_however_a_text_is_cut(case: Case) -> None:
         assert_close(copy(session), together)
 
 
+@pytest.mark.slow
 def test_chunks_of_a_block_are_read_as_single_tokens(
     recurrent: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +284,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_written(recurrent: Case) -> None
     assert np.max(found) < 3
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_from_nothing_and_in_the_middle_of_a_block(recurrent: Case) -> None:
     session, decoding = recurrent.session, Decoding(beams=3, max_length=6)
     text = [*session.search(decoding), *session.search(decoding)]
@@ -289,6 +292,7 @@ def test_a_search_goes_on_from_nothing_and_in_the_middle_of_a_block(recurrent: C
     assert_close(copy(session).logits[0], recurrent.whole(text)[-1])
 
 
+@pytest.mark.slow
 def test_texts_that_are_searched_at_once_are_those_that_are_searched_alone(case: Case) -> None:
     """The texts have different lengths, so their blocks end at different times."""
     session, begun, alone = case.session, [], []

@@ -46,6 +46,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> api.Model:
     return brt.load(place, bindings={"Window.block": 8, "Model.window": 32, "Window.sinks": 2})
 
 
+@pytest.mark.slow
 def test_continuations_of_a_memory_have_the_bits_of_the_whole_text(tiny: api.Model) -> None:
     """The memory is read once and stays as it is, also where a window and blocks end."""
     context = TEXT[:100]
@@ -59,6 +60,7 @@ def test_continuations_of_a_memory_have_the_bits_of_the_whole_text(tiny: api.Mod
     np.testing.assert_array_equal(memory.logits, before)
 
 
+@pytest.mark.slow
 def test_the_most_probable_continuation_is_known(tiny: api.Model) -> None:
     ids = []
     for _ in range(3):

@@ -247,7 +247,7 @@ def test_token_by_token_it_is_the_whole_segment(name: str, build: Callable[[str]
     assert_close(np.stack(found, axis=1), expected[:, :-1])
 
 
-@each_model(quick=("recurrent",))
+@each_model(quick=())
 def test_texts_that_are_written_at_once_are_those_that_are_written_alone(
     name: str, build: Callable[[str], Case]
 ) -> None:

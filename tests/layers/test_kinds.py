@@ -154,6 +154,7 @@ def test_what_it_says_besides_is_the_same_however_layers_run(model: Model, param
     assert float(expected.metrics["toy_0/size"]) == pytest.approx(size / 2, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_feedback_reads_block_by_block_and_its_model_state_goes_along(
     model: Model, random_params: Any
 ) -> None:

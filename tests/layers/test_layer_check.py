@@ -106,7 +106,7 @@ def described(*axes: str | None) -> Callable[[Model], State]:
     return lambda model: State(state_array((16,), axes))
 
 
-@pytest.mark.slow_cases("changes[0256]-*")
+@pytest.mark.slow_cases("changes[0256]-*", "changes4-*", "changes7-*")
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -197,6 +197,7 @@ def test_with_feedback_every_block_draws_its_own_dropout_but_attention_s(
     assert alike == only_attention
 
 
+@pytest.mark.slow
 def test_what_is_compiled_for_feedback_does_not_grow_with_blocks(random_params: Callable) -> None:
     model = with_settings(MODEL, {"layers": 1, "Recurrence.layers": (0,), "feedback": True})
     params = random_params(model)["stack"]

@@ -107,6 +107,7 @@ def gradients(model: Model, own: bool, params: Any, x: jax.Array, state: Any) ->
     return jax.value_and_grad(loss, argnums=(0, 1, 2))(params, x, state.vectors)
 
 
+@pytest.mark.slow
 def test_the_task_trains_all_but_the_compressor_whose_loss_trains_nothing_else(params: Any) -> None:
     state = read(MODEL, params, inputs(1)).state
     compressor = {"compressor_kernel", "compressor_bias"}

@@ -26,6 +26,7 @@ def params(random_params: Callable) -> Any:
     return layer_params(random_params, MODEL)
 
 
+@pytest.mark.slow
 def test_a_step_in_parts_is_the_step_and_moves_centres_once(params: Any) -> None:
     settle = KINDS["routing"].settle
     aux = read(MODEL, params, inputs(), model_state=LEARNT).aux

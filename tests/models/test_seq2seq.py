@@ -201,7 +201,7 @@ def test_depth_does_not_grow_the_program() -> None:
     assert instructions(12) < 1.1 * instructions(2)
 
 
-@pytest.mark.slow_cases("transient*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "kind"), [("transient global", "srformer"), ("bart", "full")])
 def test_every_parameter_learns_and_remat_changes_nothing(model: str, kind: str) -> None:
     x, weights = pairs(), np.random.default_rng(1).normal(size=(2, TARGET, 24))
@@ -229,6 +229,7 @@ def test_every_parameter_learns_and_remat_changes_nothing(model: str, kind: str)
     assert {name for name in still if not name.endswith("k/bias")} <= {"logits_bias"}
 
 
+@pytest.mark.slow
 def test_dropout_is_random_in_training_and_that_of_attention_has_a_rate_of_its_own() -> None:
     x, plain = pairs(), network(T5, "srformer")
     still, model = (

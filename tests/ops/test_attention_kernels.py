@@ -201,7 +201,13 @@ SLOW = [
 ]
 
 
-@pytest.mark.slow_cases("slab, dropout", "slab, three tiles", *SLOW)
+@pytest.mark.slow_cases(
+    "slab, dropout",
+    "slab, three tiles",
+    *SLOW,
+    "window, one head of keys",
+    "slab, one head of keys",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_equals_the_definition(
     name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -258,7 +264,7 @@ def test_a_batch_without_room_is_split(biased: bool, monkeypatch: pytest.MonkeyP
         np.testing.assert_allclose(found[name], value, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.slow_cases("keys", "queries")
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["keys", "queries", "spans"])
 def test_many_keys_are_split(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three calls of the kernels attend to 128, 128 and 64 keys, with the same dropout as one."""

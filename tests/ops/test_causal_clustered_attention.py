@@ -167,6 +167,7 @@ def test_centroids_that_keep_every_key_give_exact_attention_to_the_whole_past() 
     assert_close(read(inputs(), state, start, **strict)[0], exact(inputs(), document, **strict)[0])
 
 
+@pytest.mark.slow
 def test_queries_at_a_centroid_read_exactly_what_it_sums_up() -> None:
     """The logits of such queries are those of the centroid, and the variance around it is 0."""
     x = inputs()

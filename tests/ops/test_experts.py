@@ -46,6 +46,7 @@ def by_loop(x: jax.Array, w: ExpertWeights, clamp: float, normalize: bool) -> ja
 
 
 # Two rows of the batch with one token have fewer experts than there are.
+@pytest.mark.slow_cases("1-0.0", "100-0.0")
 @pytest.mark.parametrize(("tokens", "clamp"), [(1, 0.0), (7, 1.5), (100, 0.0)])
 def test_outputs_and_gradients_are_those_of_a_loop_over_all_experts(
     tokens: int, clamp: float

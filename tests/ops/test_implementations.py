@@ -125,14 +125,14 @@ def results(case: tuple[str, str], name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow_cases(
-    "*-pallas*",  # The interpreter is slow, and each kernel has a test file.
+    "*-pallas*",
     "*'masked'*",
     "*'past'*",
     "*recurrent_attention', 'gru*",
     "*recurrent_attention', 'lstm*",
     "*recurrent_attention', 'fixed [ds][ui]*",
     "*causal_clustered_attention*",
-    "('clustered_attention', *",  # tests/ops/test_clustered_attention.py compares with float64.
+    "('clustered_attention', *",
     "('masked_attention', *",
     "('window_attention', 'null keys')*",
     "('softmax_attention', 'null keys')*",
@@ -145,6 +145,8 @@ def results(case: tuple[str, str], name: str) -> tuple[Any, Any]:
     "*'local'*",
     "*'no bias'*",
     "*'bucketed'*",
+    "*'groups'*",
+    "*'fixed skip'*",
 )
 @pytest.mark.parametrize(
     ("case", "name"), [(case, name) for case in CASES for name in implementations(case)], ids=str
@@ -201,7 +203,7 @@ DEVICES: list[tuple[Mesh, Callable[[], Case]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow_cases("mesh[1-4689]-*", "mesh1[0-9]-*")
+@pytest.mark.slow_cases("mesh[1-4689]-*", "mesh1[0-9]-*", "mesh0-*")
 @pytest.mark.parametrize(("mesh", "build_case"), DEVICES)
 def test_devices_that_share_arrays_equal_one(mesh: Mesh, build_case: Callable[[], Case]) -> None:
     run, arrays, _ = build_case()

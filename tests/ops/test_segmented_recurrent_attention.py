@@ -52,7 +52,7 @@ def test_counts_end_with_the_last_valid_position() -> None:
     assert segments.segment_counts(jnp.asarray(valid), static, 4).tolist() == [3, 3, 3, 3]
 
 
-@pytest.mark.slow_cases("20-*", "7-*", "6-4-*")
+@pytest.mark.slow_cases("20-*", "7-*", "6-4-*", "12-0-12")
 @pytest.mark.parametrize("q", [12, 5])
 @pytest.mark.parametrize(("length", "t0"), [(12, 0), (7, 0), (6, 4), (20, 0), (1, 9)])
 def test_every_query_has_a_slot_of_its_own(q: int, length: int, t0: int) -> None:

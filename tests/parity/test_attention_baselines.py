@@ -60,7 +60,7 @@ def test_full_and_oracle_top_k(exact_file: Path) -> None:
     assert_the_same(jax.jit(attend)(q, k, v, jnp.asarray(valid)), golden, valid)
 
 
-@pytest.mark.slow_cases("reformer_r1")
+@pytest.mark.slow
 def test_reformer_attention_equals_the_recordings(reformer_file: Path) -> None:
     golden = arrays(reformer_file)
     if golden["masked"] or golden["causal"]:

@@ -60,7 +60,7 @@ def test_what_replicas_gather_does_not_take_the_old_parameters_place(
     assert all(leaf.donated for leaf in jax.tree.leaves(others))
 
 
-@pytest.mark.slow_cases("recurrent-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor", "optimizer"), [("window", 2, "adafactor"), ("recurrent", 1, "adamw")]
 )

@@ -105,6 +105,7 @@ def test_a_store_that_changes_while_it_is_read_is_an_error(server: BucketServer,
         array[6 << 20 : 7 << 20]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_read_with_the_files_beside_it(server: BucketServer, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     write_decoder(directory)

@@ -25,6 +25,7 @@ with mirror._turn, watchdog.watching(PhaseTracker(), 0.05, run / "heartbeat/0.st
 """
 
 
+@pytest.mark.slow_cases("gs-False")
 @pytest.mark.parametrize("answers", [True, False])
 def test_the_stacks_are_copied_before_the_process_ends(
     server: BucketServer, scheme: str, answers: bool

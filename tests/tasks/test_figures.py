@@ -129,6 +129,7 @@ def summaries(drawn: Callable, tmp_path_factory: pytest.TempPathFactory) -> Case
     return case(config, drawn)
 
 
+@pytest.mark.slow
 def test_bits_of_cut_summaries_are_over_the_bytes_that_are_scored(summaries: Case) -> None:
     store, tokenizer = summaries.dataset.split("train"), summaries.dataset.tokenizer
     assert (store.target_uncut > store.target.lengths).sum() == 2

@@ -155,6 +155,7 @@ def test_smoothing_is_towards_all_labels_alike(sentences):
     assert float(total) == pytest.approx(-(target * log_p).sum(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_answers_are_the_best_spans_of_all_windows(questions):
     config, params, dataset = questions
     store, result = dataset.split("train"), read(config, params, dataset)

@@ -91,6 +91,7 @@ def test_every_expert_has_an_adapter_and_the_router_has_none(tmp_path: Path) -> 
         np.testing.assert_allclose(after[path], before[path] + 2.0 * (a @ b), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_new_model_with_adapters_is_the_model_without(tmp_path: Path) -> None:
     made = sized(config(tmp_path))
     plain = changed(made, adapter=Adapter())

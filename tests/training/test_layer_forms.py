@@ -103,6 +103,7 @@ def test_the_step_of_several_gpus_has_separate_layers_and_that_of_one_has_stacks
             assert layer_forms.separates(changed(CONFIG, mesh=mesh)) == expected
 
 
+@pytest.mark.slow
 def test_a_conversion_to_lists_and_back_changes_no_number(separates: None, data: Data) -> None:
     run = runs.build(changed(CONFIG, data=data), progress=False)
     for_step, stacked = layer_forms.conversions(run.config, run.state_shapes, run.mesh)

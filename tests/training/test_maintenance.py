@@ -90,8 +90,8 @@ def test_other_answers_change_nothing(metadata: Metadata, values: dict, status: 
     reasons: list[str] = []
     with maintenance.watching(reasons.append):
         metadata.wait()
-        metadata.values |= values
         metadata.status = status
+        metadata.values |= values
         metadata.wait()
     assert reasons == []
 

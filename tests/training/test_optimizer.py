@@ -252,7 +252,7 @@ def trained(optimizer: Optimizer) -> dict[str, np.ndarray]:
     return flatten_dict(jax.device_get(after), sep="/")
 
 
-@pytest.mark.slow_cases("muon")
+@pytest.mark.slow_cases("muon", "adamw")
 @pytest.mark.parametrize("name", NAMES)
 def test_factors_of_rates_and_decays_are_other_rates_and_decays(name: str) -> None:
     """Multiplication by 2 is exact, and no step of a parameter depends on other parameters."""

@@ -202,6 +202,7 @@ def test_a_run_says_what_its_splits_are(
     assert f"sha256 {facts['test']['sha256'][:12]}" in log
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_copied_run_is_used_without_its_data(
     make: Callable, trained: Callable, moved: Callable, tmp_path: Path, own_cache: Path
@@ -224,6 +225,7 @@ def test_a_copied_run_is_used_without_its_data(
         assert exported.copy_tokenizer(run.workdir / "hf") == ["spiece.model"]
 
 
+@pytest.mark.slow
 @BOTH
 def test_other_documents_are_never_held_out_in_silence(
     make: Callable, trained: Callable, moved: Callable, own_cache: Path
@@ -314,6 +316,7 @@ def test_a_run_goes_on_without_what_it_started_from(
     assert name in exported.copy_tokenizer(tmp_path / "exported")
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_run_goes_on_with_its_copy_of_a_tokenizer(
     make: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

@@ -125,6 +125,7 @@ def test_scales_and_whole_modules_of_an_adapter(base: Path, tmp_path: Path) -> N
     np.testing.assert_array_equal(after["model.norm.weight"], norm)
 
 
+@pytest.mark.slow
 def test_commands_and_python_read_an_adapter(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -108,6 +108,7 @@ def config_of(model: Model) -> Config:
     return Config(model=model, training=Training(segment_length=2 * WINDOW))
 
 
+@pytest.mark.slow
 def test_a_directory_holds_all_that_others_need(export: Callable) -> None:
     done = export(
         {"Recurrence.gate": "lstm", "Recurrence.gate_layout": "dual", "feedback": True, **RECURRENT}

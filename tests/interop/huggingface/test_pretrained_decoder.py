@@ -31,6 +31,7 @@ def run(command: Any, *flags: str) -> None:
     command.main(command.parser().parse_args(flags))
 
 
+@pytest.mark.slow
 def test_the_directory_is_read_as_it_is(base: Path) -> None:
     model = brt.load(base, bindings={"Model.window": 32, "Window.sinks": 2})
     assert (model.step, model.config.model.window, model.config.model.sliding.sinks) == (0, 32, 2)

@@ -86,7 +86,7 @@ def evaluated(dataset: Dataset, params: Any) -> EvaluationResult:
     return evaluate(config(), dataset, params, ablate="state")
 
 
-@pytest.mark.slow_cases("*1-4*", "*3-16*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch_size", "segment_length"), [(2, 8), (3, 16), (1, 4)])
 def test_answers_cost_what_their_tokens_cost(
     dataset: Dataset, params: Any, evaluated: EvaluationResult, batch_size: int,

@@ -74,6 +74,7 @@ def compare(ours: OtherModel, theirs: OtherModel, ablate: str | None = None):  #
     return result
 
 
+@pytest.mark.slow
 def test_classes_add_up_to_the_bits_of_both_models(folder: Path, prepared: Prepared) -> None:
     """The other model is read without its memory."""
     ours, theirs = prepared(folder), prepared(folder, seed=1)

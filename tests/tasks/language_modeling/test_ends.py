@@ -107,6 +107,7 @@ def evaluated(config: Config, dataset: Dataset, variables: Variables, **given: A
     return result
 
 
+@pytest.mark.slow
 def test_evaluation_counts_ends_in_tokens_and_not_in_bytes(
     config: Config, dataset: Dataset, variables: Variables
 ) -> None:

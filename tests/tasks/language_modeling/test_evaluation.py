@@ -108,7 +108,7 @@ def document_nats(result: SplitScores) -> np.ndarray:
     return np.array([score.nats for score in result.documents])
 
 
-@pytest.mark.slow_cases("1-16", "100-4")
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch_size", "segment_length"), [(2, 8), (1, 16), (100, 4)])
 def test_documents_cost_the_same_however_they_are_read(
     two_lanes: DocumentEvaluator, params: Any, dataset: Dataset, token_nats: Callable,
@@ -129,6 +129,7 @@ def test_documents_cost_the_same_however_they_are_read(
     assert result.protocol["segment_length"] == segment_length
 
 
+@pytest.mark.slow
 def test_the_last_segment_of_a_text_is_as_short_as_it_can_be(
     params: Any, store: token_store.TokenStore, token_nats: Callable
 ) -> None:
@@ -142,6 +143,7 @@ def test_the_last_segment_of_a_text_is_as_short_as_it_can_be(
     assert sizes == [4, 16, 8, 16]
 
 
+@pytest.mark.slow
 def test_only_the_first_tokens_of_a_document_are_read_if_asked(
     two_lanes: DocumentEvaluator, params: Any, store: token_store.TokenStore, token_nats: Callable
 ) -> None:

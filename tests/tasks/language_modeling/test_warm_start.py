@@ -114,6 +114,7 @@ def test_settings_of_the_model_and_of_its_parts_change_together(tmp_path: Path) 
         ready(config(where, window=4))
 
 
+@pytest.mark.slow
 def test_layers_keep_what_they_know_when_their_neighbours_become_others(tmp_path: Path) -> None:
     plain = with_settings(MODEL, {"Recurrence.layers": ()})
     where = write(tmp_path, plain)

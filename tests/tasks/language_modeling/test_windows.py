@@ -68,6 +68,7 @@ def test_each_window_gives_the_bits_of_an_evaluation_with_it(request_and_variabl
     assert rows[0]["difference_95"] > 0
 
 
+@pytest.mark.slow
 def test_bits_by_position_add_up_to_all_bits(request_and_variables: tuple) -> None:
     request, variables = request_and_variables
     request = request._replace(windows=(64, 16))

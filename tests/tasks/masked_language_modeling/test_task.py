@@ -51,6 +51,7 @@ def batch() -> Batch:
     return Batch(jnp.asarray(tokens), jnp.asarray(tokens), jnp.asarray(scored), start)
 
 
+@pytest.mark.slow
 @each_kind
 def test_the_loss_is_of_the_masked_tokens_alone(kind: str, params: Any) -> None:
     """The loss equals one computed from all logits. Of 20 + 9 tokens, 3 + 1 are masked.
@@ -91,6 +92,7 @@ def texts(written: Callable) -> Dataset:
     return written({str(n): "".join(draw.choices("abc \n", k=n)) for n in (1, 50, 20, 33)})
 
 
+@pytest.mark.slow
 @each_kind
 def test_evaluation_does_not_depend_on_how_it_is_batched(
     kind: str, params: Any, texts: Dataset

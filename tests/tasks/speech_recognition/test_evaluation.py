@@ -54,6 +54,7 @@ def result(dataset, config, params):
     return found
 
 
+@pytest.mark.slow
 def test_transcripts_are_those_of_each_utterance_alone(dataset, config, params, result):
     store, alone = dataset.split("train"), jax.jit(tasks.from_config(config).network(config).apply)
     for row in (int(store.lengths.argmin()), int(store.lengths.argmax())):

@@ -37,6 +37,7 @@ def result(tiny: Config, params: Any, store: TokenStore) -> InterventionResult:
     return read(tiny, params, store)
 
 
+@pytest.mark.slow
 def test_zeroed_is_what_evaluation_ablates(
     tiny: Config, params: Any, store: TokenStore, result: InterventionResult
 ) -> None:
@@ -51,6 +52,7 @@ def test_zeroed_is_what_evaluation_ablates(
             assert result.tokens[where].sum() == result.bytes[where].sum() == score.tokens
 
 
+@pytest.mark.slow
 def test_every_part_matters_and_frozen_from_the_third_segment_on(
     tiny: Config, store: TokenStore, result: InterventionResult
 ) -> None:
