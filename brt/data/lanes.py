@@ -228,8 +228,7 @@ def evaluation_batches(
     beginning of each document is read.
     """
     count = blocks_per_segment(segment_length, window)
-    limit = tokens_per_document or np.iinfo(np.int64).max
-    lengths = np.minimum(store.lengths, limit)
+    lengths = _limited(store, tokens_per_document)
     counts = block_counts(lengths, window)
     lanes = [_row(documents, counts) for documents in _assign(counts, batch_size)]
     steps = -(-max(len(document) for document, _ in lanes) // count)
@@ -241,6 +240,34 @@ def evaluation_batches(
             size = len(row[0][part])
             document[lane, :size], block[lane, :size] = row[0][part], row[1][part]
         yield gather(store, document, block, window=window, lengths=lengths), document
+
+
+def evaluation_lanes(
+    store: TokenStore,
+    most: int,
+    *,
+    segment_length: int,
+    window: int,
+    tokens_per_document: int = 0,
+) -> int:
+    """Returns the smallest number of lanes with which a split is read in as few steps as with
+    `most`; the longest document alone may take all of them.
+    """
+    count = blocks_per_segment(segment_length, window)
+    counts = block_counts(_limited(store, tokens_per_document), window)
+
+    def steps(lanes: int) -> int:
+        return max(-(-int(counts[row].sum()) // count) for row in _assign(counts, lanes))
+
+    lanes = min(most, len(store))
+    fewest = steps(lanes)
+    while lanes > 1 and steps(lanes - 1) == fewest:
+        lanes -= 1
+    return lanes
+
+
+def _limited(store: TokenStore, tokens_per_document: int) -> np.ndarray:
+    return np.minimum(store.lengths, tokens_per_document or np.iinfo(np.int64).max)
 
 
 def _assign(counts: np.ndarray, batch_size: int) -> list[list[int]]:

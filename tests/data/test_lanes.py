@@ -282,6 +282,18 @@ def test_evaluation_shares_the_work(tmp_path):
     assert steps == {2: 10}
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 20])
+def test_no_lane_is_read_that_saves_no_step(store, most):
+    cut = {"segment_length": 8, "window": WINDOW}
+
+    def steps(batch_size):
+        return sum(1 for _ in lanes.evaluation_batches(store, batch_size=batch_size, **cut))
+
+    needed = lanes.evaluation_lanes(store, most, **cut)
+    assert needed <= most and steps(needed) == steps(most)
+    assert needed == 1 or steps(needed - 1) > steps(most)
+
+
 NEAR, FAR = (f"memory:copy/train/40?distance={distance}&length=4" for distance in (8, 64))
 SIZES = {"batch_size": 4, "segment_length": 32, "window": 8}
 

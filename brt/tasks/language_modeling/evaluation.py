@@ -29,7 +29,7 @@ from brt import output
 from brt.config import Config
 from brt.config.checks import check
 from brt.data import lost_bytes, splits
-from brt.data.lanes import evaluation_batches
+from brt.data.lanes import evaluation_batches, evaluation_lanes
 from brt.data.preparation import Dataset
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer, decode
@@ -361,16 +361,18 @@ class DocumentEvaluator:
           keep_tokens: True also returns the nats of each token.
         """
         config, store = self._config, self._store
-        batch_size = rules.round_up("lanes", min(config.evaluation.batch_size, len(store)))
         length = config.evaluation_segment_length
+        cut = {
+            "segment_length": length, "window": config.model.block_length,
+            "tokens_per_document": tokens_per_document,
+        }  # fmt: skip
+        lanes = evaluation_lanes(store, config.evaluation.batch_size, **cut)
+        batch_size = rules.round_up("lanes", lanes)
         nats, by_token = np.zeros(len(store)), answers.TokenScores(store.lengths)
         carry = meshes.place_like(new_state(config.model, batch_size), variables.params)
         forgets, part = np.bool_(ablate is not None), ablate or self._ablate
         begin, timed = None, 0
-        for batch, document in evaluation_batches(
-            store, batch_size=batch_size, segment_length=length, window=config.model.block_length,
-            tokens_per_document=tokens_per_document,
-        ):  # fmt: skip
+        for batch, document in evaluation_batches(store, batch_size=batch_size, **cut):
             if control.stop():
                 return None
             *found, carry = self._step(variables, carry, batch, forgets, part=part)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 from brt.config import Config
 from brt.config.shared import TASK_SECTIONS
 from brt.data import lanes
-from brt.data.lanes import LaneReader, evaluation_batches
+from brt.data.lanes import LaneReader, evaluation_batches, evaluation_lanes
 from brt.data.preparation import Dataset, DocumentPreparation
 from brt.data.stores import OnDisk
 from brt.data.tokenizers import Tokenizer, decode
@@ -234,11 +234,12 @@ class MaskedEvaluator:
         """
         length, store = self._config.evaluation_segment_length, self._store
         past: Counter[int] = Counter()
-        size = rules.round_up("lanes", min(self._config.evaluation.batch_size, len(store)))
-        for batch, document in evaluation_batches(
-            store, batch_size=size, segment_length=length, window=length,
-            tokens_per_document=tokens_per_document,
-        ):  # fmt: skip
+        cut = {
+            "segment_length": length, "window": length, "tokens_per_document": tokens_per_document
+        }  # fmt: skip
+        lanes = evaluation_lanes(store, self._config.evaluation.batch_size, **cut)
+        size = rules.round_up("lanes", lanes)
+        for batch, document in evaluation_batches(store, batch_size=size, **cut):
             rows = [int(d) for d in document[:, 0]]
             yield batch, np.array([(d, past[d]) for d in rows], np.int32)
             past.update(rows)
