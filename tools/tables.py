@@ -100,24 +100,6 @@ def trainings(model: str, baseline: str, *names: str) -> str:
     return markdown(heads, rows)
 
 
-def runs(name: str, baseline: str) -> str:
-    """Returns all runs of a file, compared with a model of the same seed."""
-    rows = []
-    for (width, per_step, tokens), group in by_size(results(name)["runs"]).items():
-        for run in group:
-            alone = [other for other in group if other["seed"] == run["seed"]]
-            forgets = run["without_state"]
-            rows.append((
-                run["name"], str(width), f"{per_step:,}", str(run["seed"]),
-                f"{tokens / MILLION:.0f}", f"{run['bits_per_byte']:.4f}",
-                "-" if run["name"] == baseline else shown(compared(alone, run["name"], baseline)),
-                "-" if forgets is None else f"{forgets - run['bits_per_byte']:+.4f}",
-            ))  # fmt: skip
-    heads = ("model", "width", "tokens a step", "seed", "million tokens", "bits per byte",
-             f"compared with {baseline}", "without state")  # fmt: skip
-    return markdown(heads, rows)
-
-
 def answers(name: str) -> str:
     """Returns the exact answers of memory tasks by distance, with all seeds in a cell."""
     by_model: dict[str, list[dict[str, Any]]] = {}
@@ -219,7 +201,7 @@ def parts(name: str) -> str:
 
 
 TABLES: Mapping[str, Callable[..., str]] = {
-    "additions": additions, "trainings": trainings, "runs": runs, "answers": answers,
+    "additions": additions, "trainings": trainings, "answers": answers,
     "memory_kinds": memory_kinds, "steps": steps, "parts": parts, "recorded": recorded,
     "output": output, "faults": faults, "errors": errors,
 }  # fmt: skip
