@@ -75,10 +75,11 @@ def refusal(x: Array, queries: int, keys: int) -> str | None:
 
 def attend(
     queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B S G K"],
-    values: Float[Array, "B S G K"],
+    keys: Float[Array, "B N G K"],
+    values: Float[Array, "B N G K"],
     spans: Int[Array, "#B 2 #T"],
     *,
+    cached: tuple[Float[Array, "B C G K"], Float[Array, "B C G K"]] | None = None,
     whole_tiles: bool = False,
     bias: Float[Array, "H T S"] | Float[Array, "H TILE X"] | None = None,
     by_distance: bool = False,
@@ -91,11 +92,12 @@ def attend(
 ) -> AttentionPart:
     """Returns the attention of every query to the keys that it sees, with logits q.k + bias.
 
-    T and S are multiples of TILE. The output is 0 where a query sees no key, and the log-sum-exp
-    then is `softmax.FLOOR`.
+    The S keys are the C cached ones and N others. T, N and C are multiples of TILE. The output is 0
+    where a query sees no key, and the log-sum-exp then is `softmax.FLOOR`.
 
     Args:
       spans: the first key that each query sees, and the key after the last one.
+      cached: keys and values before `keys` and `values`.
       whole_tiles: True if the spans need not be applied to logits, because they begin and end at
         tiles or the bias hides the other keys.
       bias: see `KernelInputs`, like `factors` and `draws`.
@@ -112,8 +114,10 @@ def attend(
         rows = TILE if mask.shape[1] == 1 else mask.shape[1]
         added = jnp.where(jnp.broadcast_to(mask, (lanes, rows, mask.shape[2])), 0, MASKED)
         added = added.astype(jnp.bfloat16)
+    cached_keys, cached_values = cached or (None, None)
+    size = keys.shape[1] + (0 if cached_keys is None else cached_keys.shape[1])
     arguments = KernelInputs(
-        queries, keys, values, *_tile_ranges(spans, keys.shape[1] // TILE),
+        queries, keys, values, *_tile_ranges(spans, size // TILE), cached_keys, cached_values,
         None if bias is None else bias.astype(jnp.float32), added, factors,
         None if whole_tiles else spans, draws,
     )  # fmt: skip
@@ -170,7 +174,6 @@ def _backward(
     sums = jnp.stack([lse, mean.swapaxes(1, 2) - d_lse], axis=2)
     inputs = inputs._replace(gradient=gradient, sums=sums)
     lanes, tokens, heads, width = inputs.q.shape
-    size, groups = inputs.keys.shape[1:3]
     (d_q,) = _call(
         kernels.attention_queries, inputs, settings, (lanes, heads, tokens // TILE),
         [_like(inputs.q)], kernels.QUERY_SIDE,
@@ -179,18 +182,27 @@ def _backward(
         None if x is None else _transposed_tiles(x)
         for x in (inputs.bias, inputs.mask, inputs.factors)
     )  # fmt: skip
-    of_keys = jax.ShapeDtypeStruct((lanes, size, heads, width), inputs.keys.dtype)
-    d_k, d_v = _call(
-        kernels.attention_keys,
-        inputs._replace(**dict(zip(("bias", "mask", "factors"), by_key, strict=True))), settings,
-        # A program computes one part of the columns.
-        (lanes, heads, size // TILE * vector_parts(inputs.keys)), [of_keys, of_keys],
-        kernels.KEY_SIDE, transposed=True,
-    )  # fmt: skip
+    transposed = inputs._replace(**dict(zip(("bias", "mask", "factors"), by_key, strict=True)))
+
+    def of_keys(like: Array, first: int) -> list[Array]:
+        size, groups = like.shape[1:3]
+        result = jax.ShapeDtypeStruct((lanes, size, heads, width), like.dtype)
+        found = _call(
+            functools.partial(kernels.attention_keys, first=first), transposed, settings,
+            # A program computes one part of the columns.
+            (lanes, heads, size // TILE * vector_parts(like)), [result, result],
+            kernels.KEY_SIDE, transposed=True,
+        )  # fmt: skip
+        return [summed_over_groups(x, groups, axis=2) for x in found]
+
+    d_k, d_v = of_keys(inputs.keys, inputs.cached_tiles)
+    # XLA leaves this out where the cache has no gradient.
+    cached = (None, None) if inputs.cached_keys is None else of_keys(inputs.cached_keys, 0)
     no_gradients = KernelInputs(*(None for _ in inputs))
-    d_k, d_v = (summed_over_groups(x, groups, axis=2) for x in (d_k, d_v))
     d_bias = _bias_gradient(inputs, settings) if settings.learned else None
-    return (no_gradients._replace(q=d_q, keys=d_k, values=d_v, bias=d_bias),)
+    return (no_gradients._replace(
+        q=d_q, keys=d_k, values=d_v, cached_keys=cached[0], cached_values=cached[1], bias=d_bias
+    ),)  # fmt: skip
 
 
 _attend.defvjp(_forward, _backward)
@@ -245,7 +257,7 @@ def _call(
     parts = vector_parts(inputs.q)
     vectors = {"q", "gradient", "keys", "values"} & given.keys()
     numbers = {"sums", "spans", "draws"} & given.keys()
-    tiled = [name for name in given if not name.endswith("_tiles")]
+    tiled = [name for name in given if not name.endswith("_tiles") and "cached" not in name]
     ring = [name for name in tiled if name not in resident]
     resident = [name for name in tiled if name in resident]
 

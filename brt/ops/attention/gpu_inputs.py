@@ -60,6 +60,10 @@ class KernelInputs(NamedTuple):
     values: Any  # The values [B, S, G, K].
     key_tiles: Any  # The first key tile that a query tile visits, and the end, int32 [B, I, 2].
     query_tiles: Any  # The first query tile that visits a key tile, and the end, int32 [B, J, 2].
+    # Keys and values [B, C, G, K] before those of `keys` and `values`, so that S is C and their
+    # number. Both have their tiles in the buffers of `keys` and `values`.
+    cached_keys: Any = None
+    cached_values: Any = None
     # Added to the logits, float32 [H, T, S], or [H, TILE, X] for X / TILE distances of tiles.
     bias: Any = None
     # Added to the logits of all heads, bfloat16 [B, T, S], or [B, TILE, S] if all tiles of queries
@@ -76,3 +80,7 @@ class KernelInputs(NamedTuple):
     # the gradient of the softmax subtracts. The latter is the sum over the keys of the weight times
     # the weight's gradient, minus the gradient of the log-sum-exp.
     sums: Any = None
+
+    @property
+    def cached_tiles(self) -> int:
+        return 0 if self.cached_keys is None else self.cached_keys.shape[1] // TILE

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from brt.ops import dropout_hash
@@ -110,9 +111,7 @@ class TilePair(NamedTuple):
         for name in names:
             x, to = getattr(self.program.inputs, name), self.program.buffers[name].at[self.slot]
             if name in KEY_SIDE:
-                members = self.program.inputs.q.shape[2] // x.shape[2]
-                head = self.head if members == 1 else jax.lax.div(self.head, members)
-                copy_vectors(x, (self.lane, self.j, head), to, barrier)
+                self._copy_keys(name, to, barrier)
             elif name in ("q", "gradient"):
                 copy_vectors(x, (self.lane, self.i, self.head), to, barrier)
             elif name in QUERY_SIDE:
@@ -121,6 +120,21 @@ class TilePair(NamedTuple):
             else:
                 index, row, column = self.place(name)
                 copy_square(x, index, row, column, to, barrier)
+
+    def _copy_keys(self, name: str, to: Any, barrier: Any) -> None:
+        inputs, count = self.program.inputs, self.program.inputs.cached_tiles
+        x, cached = getattr(inputs, name), getattr(inputs, f"cached_{name}")
+        members = inputs.q.shape[2] // x.shape[2]
+        head = self.head if members == 1 else jax.lax.div(self.head, members)
+
+        def copy(array: Any, tile: Any) -> None:
+            copy_vectors(array, (self.lane, tile, head), to, barrier)
+
+        if not count:
+            copy(x, self.j)
+            return
+        pl.when(self.j < count)(lambda: copy(cached, self.j))
+        pl.when(self.j >= count)(lambda: copy(x, self.j - count))
 
     def tile(self, name: str) -> Any:
         """Returns the shared memory of the pair's tile of an input."""
@@ -245,8 +259,10 @@ def attention_queries(program: Program, d_q: Any) -> None:
     write_vectors(results, queries.at[0], d_q, (lane, i, head))
 
 
-def attention_keys(program: Program, d_keys: Any, d_values: Any) -> None:
-    """Writes some columns of a tile of d_keys and d_values [B, S, H, K], for one head of queries.
+def attention_keys(program: Program, d_keys: Any, d_values: Any, *, first: int) -> None:
+    """Writes some columns of a tile of d_keys and d_values, for one head of queries.
+
+    These have a head for each head of queries, and begin with the tile `first` of the S keys.
 
     If a head is wide, both gradients do not fit into the registers of one program. A program
     therefore computes only one part of the columns; its index along the grid's last axis says which
@@ -255,7 +271,8 @@ def attention_keys(program: Program, d_keys: Any, d_values: Any) -> None:
     lane, head, index = program_place()
     keys, values = program.buffers["keys"], program.buffers["values"]
     queries, gradient = program.buffers["q"], program.buffers["gradient"]
-    j, part = jax.lax.div(index, keys.shape[1]), jax.lax.rem(index, keys.shape[1])
+    tile, part = jax.lax.div(index, keys.shape[1]), jax.lax.rem(index, keys.shape[1])
+    j = first + tile
     begin, end = _range(program.inputs.query_tiles, lane, j)
     program.load_resident(TilePair(program, lane, head, 0, j))
 
@@ -274,8 +291,8 @@ def attention_keys(program: Program, d_keys: Any, d_values: Any) -> None:
         program.run_steps(end - begin, pair_of_step, add_query_tile)
 
     (keys_total, values_total), _ = accumulate(2, keys.shape[3], sum_gradients)
-    write_vectors([keys_total], keys.at[0], d_keys, (lane, j, head), part)
-    write_vectors([values_total], values.at[0], d_values, (lane, j, head), part)
+    write_vectors([keys_total], keys.at[0], d_keys, (lane, tile, head), part)
+    write_vectors([values_total], values.at[0], d_values, (lane, tile, head), part)
 
 
 def attention_bias(program: Program, d_bias: Any, *, steps: int) -> None:

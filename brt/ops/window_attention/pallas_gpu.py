@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from brt.ops.attention import gpu
 from brt.ops.attention.gpu_inputs import TILE
+from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention.inputs import WindowInputs, bias_band
@@ -21,21 +22,27 @@ def window_attention(
     inputs: WindowInputs, *, attend_to_self: bool, interpret: Any = None
 ) -> AttentionPart:
     """Implements `api.local_attention`; its dropout is None or a `DropoutMask`."""
-    queries, keys, values = inputs.joined()
-    (tokens, heads), window = queries.shape[1:3], inputs.window
-    nearest = 0 if attend_to_self else 1
-    # The first W keys are cached ones, so the window of token t ends with key t + W - `nearest`.
-    end = jnp.arange(tokens)[None] + window - nearest + 1
-    begin = jnp.maximum(end - window, inputs.starts() + window)
+    (tokens, heads), window = inputs.queries.shape[1:3], inputs.window
+    nearest, missing = 0 if attend_to_self else 1, -window % TILE
+    # Keys that no token sees fill the first tile of the cache, which then has Z keys.
+    padding = (0, 0), (missing, 0), (0, 0), (0, 0)
+    cached_keys, cached_values = (jnp.pad(x, padding) for x in inputs.cached)
+    size = cached_keys.shape[1]
+    queries, keys = inputs.queries, inputs.keys
+    if inputs.scale is not None:
+        queries = scaled_unit(queries, inputs.scale)
+        cached_keys, keys = l2_normalize(cached_keys), l2_normalize(keys)
+    # The first Z keys are cached ones, so the window of token t ends with key t + Z - `nearest`.
+    end = jnp.arange(tokens)[None] + size - nearest + 1
+    begin = jnp.maximum(end - window, inputs.starts() + size)
     spans = jnp.stack([begin, jnp.broadcast_to(end, begin.shape)], axis=1)
     # The tiles of bias and mask of each distance stand side by side, for one tile of queries.
     bias = jnp.zeros((heads, window)) if inputs.bias is None else inputs.bias
-    columns = -(-window // TILE) * TILE + TILE
-    strip = bias_band(bias, TILE, columns, nearest=nearest, hidden=MASKED)
-    padding = (0, 0), (0, -window % TILE), (0, 0), (0, 0)
+    bias = jnp.pad(bias, ((0, 0), (0, missing)), constant_values=MASKED)
+    strip = bias_band(bias, TILE, size + TILE, nearest=nearest, hidden=MASKED)
     dropout = inputs.dropout
     return gpu.attend(
-        queries, jnp.pad(keys, padding), jnp.pad(values, padding), spans,
+        queries, keys, inputs.values, spans, cached=(cached_keys, cached_values),
         # The strip hides keys outside of the window. Spans hide those of other documents, and need
         # not be applied to single logits if documents begin at whole tiles.
         whole_tiles=inputs.part % TILE == 0 and window % TILE == 0,
