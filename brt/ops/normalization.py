@@ -25,6 +25,11 @@ def _inverse(
     return dispatch.output_residual(jax.lax.rsqrt(weight * squares + epsilon))
 
 
+def inverse_norm(x: Float[Array, "*B K"]) -> Float[Array, "*B"]:
+    """Returns the factor by which `l2_normalize` multiplies each vector."""
+    return _inverse(x, 1.0)[..., 0]
+
+
 def _input_gradient(y: Array, inverse: Array, gradient: Array, weight: float) -> Array:
     # This is the gradient of x for y = x * inverse.
     dots = weight * sum_last(gradient * y)

@@ -91,11 +91,9 @@ def windows() -> Case:
     arrays = {
         "queries": normal(1, 64, 2, 32), "cached": (normal(*cached), normal(*cached)),
         "keys": normal(*tokens), "values": normal(*tokens), "bias": normal(2, 40),
-    }  # fmt: skip
-    given = {
-        "first": jnp.asarray([[-32, 32]]), "attend_to_self": True,
         "scale": jnp.asarray([1.0, 2.0]),
     }  # fmt: skip
+    given = {"first": jnp.asarray([[-32, 32]]), "attend_to_self": True}
 
     def kernel(interpret: Any, attend_to_self: bool, **given: Any) -> Any:
         options = {"attend_to_self": attend_to_self, "interpret": interpret}

@@ -29,6 +29,7 @@ from brt.ops.attention.gpu_inputs import TILE, KernelInputs, KernelSettings, vec
 from brt.ops.dispatch import output_residual
 from brt.ops.grouped_heads import summed_over_groups
 from brt.ops.head_limits import heads_refusal
+from brt.ops.normalization import inverse_norm
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED
 
@@ -80,6 +81,7 @@ def attend(
     spans: Int[Array, "#B 2 #T"],
     *,
     cached: tuple[Float[Array, "B C G K"], Float[Array, "B C G K"]] | None = None,
+    scale: Float[Array, " H"] | None = None,
     whole_tiles: bool = False,
     bias: Float[Array, "H T S"] | Float[Array, "H TILE X"] | None = None,
     by_distance: bool = False,
@@ -98,6 +100,7 @@ def attend(
     Args:
       spans: the first key that each query sees, and the key after the last one.
       cached: keys and values before `keys` and `values`.
+      scale: if it is given, queries and keys are normalized, and queries multiplied by it.
       whole_tiles: True if the spans need not be applied to logits, because they begin and end at
         tiles or the bias hides the other keys.
       bias: see `KernelInputs`, like `factors` and `draws`.
@@ -115,15 +118,26 @@ def attend(
         added = jnp.where(jnp.broadcast_to(mask, (lanes, rows, mask.shape[2])), 0, MASKED)
         added = added.astype(jnp.bfloat16)
     cached_keys, cached_values = cached or (None, None)
-    size = keys.shape[1] + (0 if cached_keys is None else cached_keys.shape[1])
+    all_keys = [keys] if cached_keys is None else [cached_keys, keys]
+    size, norms = sum(x.shape[1] for x in all_keys), (None, None)
+    if scale is not None:
+        norms = _norms([queries], scale), _norms(all_keys, jnp.ones(keys.shape[2]))
     arguments = KernelInputs(
         queries, keys, values, *_tile_ranges(spans, size // TILE), cached_keys, cached_values,
+        *norms,
         None if bias is None else bias.astype(jnp.float32), added, factors,
         None if whole_tiles else spans, draws,
     )  # fmt: skip
     settings = KernelSettings(by_distance, learned, rate, interpret)
     y, lse = _attend(arguments, settings)
     return AttentionPart(y, lse.swapaxes(1, 2))
+
+
+def _norms(vectors: list[Array], scale: Float[Array, " G"]) -> Float[Array, "B G 2 S"]:
+    """Returns the two numbers of each vector in `KernelInputs`."""
+    # The kernels compute the gradients of queries and keys with those of their norms.
+    inverses = jax.lax.stop_gradient(jnp.concatenate([inverse_norm(x) for x in vectors], axis=1))
+    return jnp.stack([inverses * scale[None, None], jnp.square(inverses)], axis=1).transpose(0, 3, 1, 2)
 
 
 def mask_spans(mask: Bool[Array, "B #T S"]) -> Int[Array, "B 2 #T"]:
@@ -174,10 +188,16 @@ def _backward(
     sums = jnp.stack([lse, mean.swapaxes(1, 2) - d_lse], axis=2)
     inputs = inputs._replace(gradient=gradient, sums=sums)
     lanes, tokens, heads, width = inputs.q.shape
-    (d_q,) = _call(
-        kernels.attention_queries, inputs, settings, (lanes, heads, tokens // TILE),
-        [_like(inputs.q)], kernels.QUERY_SIDE,
+    grid, normalized = (lanes, heads, tokens // TILE), inputs.query_norms is not None
+    of_factors = [jax.ShapeDtypeStruct((*grid, TILE), jnp.float32)] if normalized else []
+    d_q, *d_factors = _call(
+        kernels.attention_queries, inputs, settings, grid, [_like(inputs.q), *of_factors],
+        kernels.QUERY_SIDE,
     )  # fmt: skip
+    d_norms = None
+    if normalized:
+        d_factors = d_factors[0].reshape(lanes, heads, 1, tokens)
+        d_norms = jnp.pad(d_factors, ((0, 0), (0, 0), (0, 1), (0, 0)))
     by_key = (
         None if x is None else _transposed_tiles(x)
         for x in (inputs.bias, inputs.mask, inputs.factors)
@@ -201,7 +221,8 @@ def _backward(
     no_gradients = KernelInputs(*(None for _ in inputs))
     d_bias = _bias_gradient(inputs, settings) if settings.learned else None
     return (no_gradients._replace(
-        q=d_q, keys=d_k, values=d_v, cached_keys=cached[0], cached_values=cached[1], bias=d_bias
+        q=d_q, keys=d_k, values=d_v, cached_keys=cached[0], cached_values=cached[1],
+        query_norms=d_norms, bias=d_bias,
     ),)  # fmt: skip
 
 
@@ -256,7 +277,7 @@ def _call(
     given = {name: x for name, x in inputs._asdict().items() if x is not None}
     parts = vector_parts(inputs.q)
     vectors = {"q", "gradient", "keys", "values"} & given.keys()
-    numbers = {"sums", "spans", "draws"} & given.keys()
+    numbers = {"sums", "spans", "draws", "query_norms", "key_norms"} & given.keys()
     tiled = [name for name in given if not name.endswith("_tiles") and "cached" not in name]
     ring = [name for name in tiled if name not in resident]
     resident = [name for name in tiled if name in resident]

@@ -64,6 +64,11 @@ class KernelInputs(NamedTuple):
     # number. Both have their tiles in the buffers of `keys` and `values`.
     cached_keys: Any = None
     cached_values: Any = None
+    # Two numbers for each query [B, H, 2, T]: the factor of its logits that normalizes it and
+    # multiplies it by the head's scale, and the squared inverse of its norm. Of keys [B, G, 2, S],
+    # the inverse of the norm and its square.
+    query_norms: Any = None
+    key_norms: Any = None
     # Added to the logits, float32 [H, T, S], or [H, TILE, X] for X / TILE distances of tiles.
     bias: Any = None
     # Added to the logits of all heads, bfloat16 [B, T, S], or [B, TILE, S] if all tiles of queries

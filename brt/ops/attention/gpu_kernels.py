@@ -35,6 +35,7 @@ from brt.ops.attention.gpu_tiles import (
     program_place,
     read_by_column,
     read_by_row,
+    read_numbers,
     tile_places,
     tile_product,
     wgmma,
@@ -43,8 +44,8 @@ from brt.ops.attention.gpu_tiles import (
 )
 from brt.ops.softmax import FLOOR, MASKED
 
-QUERY_SIDE = "q", "gradient", "sums", "spans", "draws"
-KEY_SIDE = "keys", "values"
+QUERY_SIDE = "q", "gradient", "sums", "spans", "draws", "query_norms"
+KEY_SIDE = "keys", "values", "key_norms"
 
 
 class Program(NamedTuple):
@@ -110,25 +111,32 @@ class TilePair(NamedTuple):
         """Starts the copies of the tiles of some inputs to their slots."""
         for name in names:
             x, to = getattr(self.program.inputs, name), self.program.buffers[name].at[self.slot]
-            if name in KEY_SIDE:
+            if name in ("keys", "values"):
                 self._copy_keys(name, to, barrier)
+            elif name == "key_norms":
+                copy_numbers(x, (self.lane, self._key_head), self.j, to, barrier)
             elif name in ("q", "gradient"):
                 copy_vectors(x, (self.lane, self.i, self.head), to, barrier)
             elif name in QUERY_SIDE:
-                place = (self.lane, self.head) if name == "sums" else (self.lane,)
+                by_head = name in ("sums", "query_norms")
+                place = (self.lane, self.head) if by_head else (self.lane,)
                 copy_numbers(x, place, self.i, to, barrier)
             else:
                 index, row, column = self.place(name)
                 copy_square(x, index, row, column, to, barrier)
 
+    @property
+    def _key_head(self) -> Any:
+        inputs = self.program.inputs
+        members = inputs.q.shape[2] // inputs.keys.shape[2]
+        return self.head if members == 1 else jax.lax.div(self.head, members)
+
     def _copy_keys(self, name: str, to: Any, barrier: Any) -> None:
         inputs, count = self.program.inputs, self.program.inputs.cached_tiles
         x, cached = getattr(inputs, name), getattr(inputs, f"cached_{name}")
-        members = inputs.q.shape[2] // x.shape[2]
-        head = self.head if members == 1 else jax.lax.div(self.head, members)
 
         def copy(array: Any, tile: Any) -> None:
-            copy_vectors(array, (self.lane, tile, head), to, barrier)
+            copy_vectors(array, (self.lane, tile, self._key_head), to, barrier)
 
         if not count:
             copy(x, self.j)
@@ -157,11 +165,18 @@ class TilePair(NamedTuple):
         read = read_by_column if self.program.transposed else read_by_row
         return read(self.tile(name).at[number])
 
+    def by_key(self, name: str, number: int) -> Array:
+        """Returns, in the shape of the logits, one of two numbers of each key."""
+        read = read_by_row if self.program.transposed else read_by_column
+        return read(self.tile(name).at[number])
+
     def key_places(self) -> Int[Array, "R C"]:
         return self.j * TILE + tile_places(0 if self.program.transposed else 1)
 
     def logits(self) -> Float[Array, "R C"]:
         logits = self.product("q", "keys")
+        if self.has("query_norms"):
+            logits = logits * self.by_query("query_norms", 0) * self.by_key("key_norms", 0)
         for name in ("bias", "mask"):
             if self.has(name):
                 logits = logits + self.tile(name)[...].astype(jnp.float32)
@@ -236,8 +251,27 @@ def attention_forward(program: Program, y: Any, lse: Any) -> None:
     write_vectors([x * share for x in read], queries.at[0], y, (lane, i, head))
 
 
-def attention_queries(program: Program, d_q: Any) -> None:
-    """Writes a tile of d_q [B, T, H, K], the gradient of the queries."""
+def _normalized_gradient(
+    vectors: Any, norms: Any, sums: Float[Array, "R P"]
+) -> tuple[Float[Array, "R P"], Float[Array, " R"]]:
+    """Returns the gradient of vectors that are normalized, and the sums' products with them.
+
+    Args:
+      vectors: the vectors, in one part, in shared memory.
+      norms: the two numbers of each vector in `KernelInputs`.
+      sums: the gradient of the normalized vectors, without the factor norms[0].
+    """
+    x, width = vectors[...].astype(jnp.float32), sums.shape[1]
+    along = jnp.sum(x * sums, axis=1)
+    factor, squared = (read_numbers(norms.at[n]) for n in (0, 1))
+    across = sums - x * broadcast_rows(along * squared, width)
+    return across * broadcast_rows(factor, width), along
+
+
+def attention_queries(program: Program, d_q: Any, d_factors: Any = None) -> None:
+    """Writes a tile of d_q [B, T, H, K], the gradient of the queries, and of d_factors [B, H, I,
+    TILE], that of the factors that normalize the queries.
+    """
     lane, head, i = program_place()
     begin, end = _range(program.inputs.key_tiles, lane, i)
     queries, keys = program.buffers["q"], program.buffers["keys"]
@@ -245,7 +279,10 @@ def attention_queries(program: Program, d_q: Any) -> None:
 
     def sum_gradients(*totals: Any) -> None:
         def add_key_tile(pair: TilePair, carry: tuple) -> tuple:
-            d_logits = pair.d_logits().astype(queries.dtype)
+            d_logits = pair.d_logits()
+            if pair.has("key_norms"):
+                d_logits = d_logits * pair.by_key("key_norms", 0)
+            d_logits = d_logits.astype(queries.dtype)
             for part, total in enumerate(totals):
                 wgmma(total, d_logits, keys.at[pair.slot, part])
             return carry
@@ -256,6 +293,11 @@ def attention_queries(program: Program, d_q: Any) -> None:
         program.run_steps(end - begin, pair_of_step, add_key_tile)
 
     results, _ = accumulate(queries.shape[1], queries.shape[3], sum_gradients)
+    if d_factors is not None:
+        norms = program.buffers["query_norms"].at[0]
+        results[0], d_factors[lane, head, i] = _normalized_gradient(
+            queries.at[0, 0], norms, results[0]
+        )
     write_vectors(results, queries.at[0], d_q, (lane, i, head))
 
 
@@ -282,6 +324,8 @@ def attention_keys(program: Program, d_keys: Any, d_values: Any, *, first: int) 
                 wgmma(values_total, weights.astype(keys.dtype), gradient.at[pair.slot, part])
 
             d_logits = pair.d_logits(add_values)
+            if pair.has("query_norms"):
+                d_logits = d_logits * pair.by_query("query_norms", 0)
             wgmma(keys_total, d_logits.astype(keys.dtype), queries.at[pair.slot, part])
             return carry
 
@@ -291,6 +335,9 @@ def attention_keys(program: Program, d_keys: Any, d_values: Any, *, first: int) 
         program.run_steps(end - begin, pair_of_step, add_query_tile)
 
     (keys_total, values_total), _ = accumulate(2, keys.shape[3], sum_gradients)
+    if program.inputs.key_norms is not None:
+        norms = program.buffers["key_norms"].at[0]
+        keys_total, _ = _normalized_gradient(keys.at[0, 0], norms, keys_total)
     write_vectors([keys_total], keys.at[0], d_keys, (lane, tile, head), part)
     write_vectors([values_total], values.at[0], d_values, (lane, tile, head), part)
 

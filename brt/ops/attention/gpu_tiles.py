@@ -225,9 +225,14 @@ def broadcast_rows(x: Array, columns: int = TILE) -> Shaped[Array, "R C"]:
     return jax.lax.broadcast_in_dim(x, (TILE, columns), [0])
 
 
+def read_numbers(ref: Any) -> Shaped[Array, " R"]:
+    """Returns the numbers of `ref` (shared memory [TILE]), one for each row of a tile."""
+    return layout_cast(ref[...], Layout.WGMMA.reduce(1))
+
+
 def read_by_row(ref: Any) -> Shaped[Array, "R C"]:
     """Returns a tile with number r of `ref` (shared memory [TILE]) in all columns of row r."""
-    return broadcast_rows(layout_cast(ref[...], Layout.WGMMA.reduce(1)))
+    return broadcast_rows(read_numbers(ref))
 
 
 def read_by_column(ref: Any) -> Shaped[Array, "R C"]:

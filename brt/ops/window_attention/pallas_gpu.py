@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from brt.ops.attention import gpu
-from brt.ops.attention.gpu_inputs import TILE
+from brt.ops.attention.gpu_inputs import TILE, vector_parts
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED
@@ -28,9 +28,9 @@ def window_attention(
     padding = (0, 0), (missing, 0), (0, 0), (0, 0)
     cached_keys, cached_values = (jnp.pad(x, padding) for x in inputs.cached)
     size = cached_keys.shape[1]
-    queries, keys = inputs.queries, inputs.keys
-    if inputs.scale is not None:
-        queries = scaled_unit(queries, inputs.scale)
+    queries, keys, scale = inputs.queries, inputs.keys, inputs.scale
+    if scale is not None and vector_parts(queries) > 1:  # The kernels normalize whole vectors.
+        queries, scale = scaled_unit(queries, scale), None
         cached_keys, keys = l2_normalize(cached_keys), l2_normalize(keys)
     # The first Z keys are cached ones, so the window of token t ends with key t + Z - `nearest`.
     end = jnp.arange(tokens)[None] + size - nearest + 1
@@ -43,6 +43,7 @@ def window_attention(
     dropout = inputs.dropout
     return gpu.attend(
         queries, keys, inputs.values, spans, cached=(cached_keys, cached_values),
+        scale=scale,
         # The strip hides keys outside of the window. Spans hide those of other documents, and need
         # not be applied to single logits if documents begin at whole tiles.
         whole_tiles=inputs.part % TILE == 0 and window % TILE == 0,
