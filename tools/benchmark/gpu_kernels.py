@@ -158,14 +158,16 @@ def windows(args: argparse.Namespace, array: Callable[..., Any]) -> Case:
         places = array(1, blocks * window // args.block, dtype="int32")
         function = local_attention
 
-    def attend(learned: Any, places: Any, dropout: Any) -> Any:
+    def attend(learned: Any, cached: Any, places: Any, dropout: Any) -> Any:
+        queries, keys, values, bias, scale = learned
         return function(
-            *learned, places, dropout, attend_to_self=not args.strictly_past,
-            implementation=args.implementation,
+            queries, cached, keys, values, bias, places, dropout, scale=scale,
+            attend_to_self=not args.strictly_past, implementation=args.implementation,
         )  # fmt: skip
 
-    learned = tokens, (cached, cached), tokens, tokens, array(heads, window, dtype="float32")
-    return gradients_of(attend, learned, (places, dropout), tokens)
+    numbers = (array(*shape, dtype="float32") for shape in ((heads, window), (heads,)))
+    learned = tokens, tokens, tokens, *numbers
+    return gradients_of(attend, learned, ((cached, cached), places, dropout), tokens)
 
 
 def states(args: argparse.Namespace, array: Callable[..., Any]) -> Case:
