@@ -137,7 +137,9 @@ def _norms(vectors: list[Array], scale: Float[Array, " G"]) -> Float[Array, "B G
     """Returns the two numbers of each vector in `KernelInputs`."""
     # The kernels compute the gradients of queries and keys with those of their norms.
     inverses = jax.lax.stop_gradient(jnp.concatenate([inverse_norm(x) for x in vectors], axis=1))
-    return jnp.stack([inverses * scale[None, None], jnp.square(inverses)], axis=1).transpose(0, 3, 1, 2)
+    return jnp.stack([inverses * scale[None, None], jnp.square(inverses)], axis=1).transpose(
+        0, 3, 1, 2
+    )
 
 
 def mask_spans(mask: Bool[Array, "B #T S"]) -> Int[Array, "B 2 #T"]:

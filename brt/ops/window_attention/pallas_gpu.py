@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from brt.ops.attention import gpu
 from brt.ops.attention.gpu_inputs import TILE, vector_parts
-from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention.inputs import WindowInputs, bias_band
@@ -26,12 +25,13 @@ def window_attention(
     nearest, missing = 0 if attend_to_self else 1, -window % TILE
     # Keys that no token sees fill the first tile of the cache, which then has Z keys.
     padding = (0, 0), (missing, 0), (0, 0), (0, 0)
-    cached_keys, cached_values = (jnp.pad(x, padding) for x in inputs.cached)
-    size = cached_keys.shape[1]
-    queries, keys, scale = inputs.queries, inputs.keys, inputs.scale
-    if scale is not None and vector_parts(queries) > 1:  # The kernels normalize whole vectors.
-        queries, scale = scaled_unit(queries, scale), None
-        cached_keys, keys = l2_normalize(cached_keys), l2_normalize(keys)
+    inputs = inputs._replace(cached=tuple(jnp.pad(x, padding) for x in inputs.cached))
+    queries, keys, values, cached = inputs.queries, inputs.keys, inputs.values, inputs.cached
+    scale, size = inputs.scale, inputs.window
+    if vector_parts(queries) > 1:
+        # The kernels normalize whole vectors, and have no registers for a second array of keys.
+        queries, keys, values = inputs.joined()
+        cached = scale = None
     # The first Z keys are cached ones, so the window of token t ends with key t + Z - `nearest`.
     end = jnp.arange(tokens)[None] + size - nearest + 1
     begin = jnp.maximum(end - window, inputs.starts() + size)
@@ -42,8 +42,7 @@ def window_attention(
     strip = bias_band(bias, TILE, size + TILE, nearest=nearest, hidden=MASKED)
     dropout = inputs.dropout
     return gpu.attend(
-        queries, keys, inputs.values, spans, cached=(cached_keys, cached_values),
-        scale=scale,
+        queries, keys, values, spans, cached=cached, scale=scale,
         # The strip hides keys outside of the window. Spans hide those of other documents, and need
         # not be applied to single logits if documents begin at whole tiles.
         whole_tiles=inputs.part % TILE == 0 and window % TILE == 0,
