@@ -18,9 +18,10 @@ from contextvars import ContextVar
 from typing import Any
 
 import jaxtyping
-from jaxtyping import _decorator
+from jaxtyping import _decorator, _typeguard
 
 _decorate = jaxtyping.jaxtyped
+_typechecked = _typeguard.typechecked
 _inner_functions: dict[tuple, Callable] = {}
 _called: ContextVar[Callable] = ContextVar("called")
 
@@ -28,6 +29,7 @@ _called: ContextVar[Callable] = ContextVar("called")
 def install() -> None:
     """Replaces the decorator that jaxtyping puts before the functions and classes it imports."""
     jaxtyping.jaxtyped = _decorator.jaxtyped = jaxtyped
+    _typeguard.typechecked = _leaf_check
 
 
 def jaxtyped(function: Any = None, *, typechecker: Any) -> Any:
@@ -54,6 +56,19 @@ def jaxtyped(function: Any = None, *, typechecker: Any) -> Any:
             return checked(*args, **kwargs)
 
     return call
+
+
+def _leaf_check(accepts: types.FunctionType) -> Callable:
+    """Checks the leaves of a `PyTree[Class]` without reading a signature for each of them."""
+    (leaf,) = accepts.__annotations__.values()
+    if not isinstance(leaf, type):
+        return _typechecked(accepts)
+
+    def check(x: Any) -> None:
+        if not isinstance(x, leaf):
+            raise TypeError(f"{type(x)} is not {leaf}")
+
+    return check
 
 
 def _resolved(function: types.FunctionType) -> dict[str, Any]:

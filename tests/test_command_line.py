@@ -516,7 +516,7 @@ def test_a_terminal_that_lacks_a_letter_shows_its_code() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "caf\\xe9\n", "")
 
 
-@pytest.mark.slow_cases(">&-")
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", "<&- >&-"])
 def test_closed_streams_are_no_error_and_no_file_takes_their_place(closed: str) -> None:
     done = run("--do=number", after=closed)

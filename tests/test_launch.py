@@ -219,6 +219,7 @@ def test_a_slice_that_was_preempted_is_replaced(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_outlives_the_terminal_and_stops_when_asked(tmp_path: Path) -> None:
     environment = pretended(tmp_path, "wait 0")
     words = ["bash", str(LAUNCH / "tpu_pod/pod.sh")]

@@ -11,7 +11,7 @@ from beartype.roar import BeartypeCallHintViolation
 SOURCE = '''
 import dataclasses
 from typing import TYPE_CHECKING
-from jaxtyping import Float
+from jaxtyping import Float, PyTree
 from numpy import ndarray
 if TYPE_CHECKING:
     from elsewhere import Unknown
@@ -24,6 +24,9 @@ def adder(amount: int):
     def add(x: Float[ndarray, "A B"], again: int = 0) -> Float[ndarray, "A B"]:
         return add(x + amount, again - 1) if again else (x + amount)[: 4 - amount]
     return add
+
+def leaves(tree: PyTree[ndarray]) -> None:
+    return None
 
 class Row:
     def total(self, x: Float[ndarray, "A"], *more: Float[ndarray, "A"]) -> float:
@@ -68,6 +71,7 @@ def test_arguments_and_results_of_every_kind_of_function_are_checked(
         lambda: checked.adder(0)(zeros(4, 3), again=2),
         lambda: row.total(zeros(3), zeros(3)),
         lambda: row.same(row),
+        lambda: checked.leaves({"a": zeros(1), "b": [zeros(2), {}]}),
         lambda: checked.Named("a"),
     ]
     refused: list[Callable] = [
@@ -80,6 +84,7 @@ def test_arguments_and_results_of_every_kind_of_function_are_checked(
         lambda: row.total(zeros(3), zeros(2)),
         lambda: row.total(zeros(4)),
         lambda: row.same(3),
+        lambda: checked.leaves({"a": zeros(1), "b": [1.0]}),
         lambda: checked.Named(1),
     ]
     for _ in range(calls):

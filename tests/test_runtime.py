@@ -192,6 +192,7 @@ command_line.main(command, argparse.ArgumentParser())
 """
 
 
+@pytest.mark.slow
 def test_a_thread_in_the_coordinators_code_does_not_abort_the_process() -> None:
     life = subprocess.run(
         [sys.executable, "-c", _LIFE], capture_output=True, text=True, timeout=120, check=False

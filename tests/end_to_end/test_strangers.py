@@ -197,6 +197,7 @@ def test_every_setting_of_a_path_says_so() -> None:
     assert silent <= {*no_paths}, f"{silent - {*no_paths}}: say path='read' or 'written'"
 
 
+@pytest.mark.slow
 def test_the_trap_is_in_every_path_of_a_config(foreign: Path, trap: Path) -> None:
     saved = json.loads((foreign / "config.json").read_text())
     for name in filter(path_of, class_field_types()):

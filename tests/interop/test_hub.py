@@ -176,6 +176,7 @@ def test_what_the_hub_lacks_is_said(server: Hub, name: str, words: str) -> None:
         hub.directory(name)
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_is_no_model(server: Hub) -> None:
     server.broken = "config.json"
     with pytest.raises(ConfigError, match="team/tiny"):

@@ -71,6 +71,7 @@ def test_the_most_probable_continuation_is_known(tiny: api.Model) -> None:
     assert greedy[1].tolist() == [True, True, True] and wrong[1].tolist() == [True, True, False]
 
 
+@pytest.mark.slow
 def test_a_text_without_bos_is_read_without_it(tiny: api.Model) -> None:
     first = tiny.read(np.array([7, 8, 9]), bos=False)
     np.testing.assert_array_equal(first.logits, tiny.read(np.array([7, 8, 9]), bos=False).logits)

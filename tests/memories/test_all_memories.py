@@ -112,7 +112,7 @@ def test_settings_that_make_no_sense_are_refused(kind: str, changes: dict, sente
         with_settings(MODELS[kind], changes)
 
 
-@pytest.mark.slow_cases("gated", "memorizing", "summary")
+@pytest.mark.slow_cases("gated", "memorizing", "delta")
 @pytest.mark.parametrize("kind", ["memorizing", "gated", "summary", "delta"])
 def test_bfloat16_goes_through_and_states_keep_their_dtypes(
     kind: str, random_params: Callable

@@ -259,6 +259,7 @@ def test_neurons_can_be_logged() -> None:
     assert jax.eval_shape(lambda: plain.apply({"params": params(plain)}, *x)).metrics == {}
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near() -> None:
     net, x = network(MODELS["transient global"], "srformer"), pairs()
     low = network(dataclasses.replace(net.model, dtype="bfloat16"), "srformer")

@@ -77,6 +77,7 @@ def said(url: str | Path, *arguments: str) -> str:
     return text.replace(str(url), "RUN")
 
 
+@pytest.mark.slow  # It runs all commands twice; the tests of mirrors compare files.
 def test_a_run_in_a_bucket_is_the_run(
     server: BucketServer, scheme: str, config: Config, whole: Path, tmp_path: Path
 ) -> None:

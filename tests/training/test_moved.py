@@ -87,7 +87,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Workdir:
     return Workdir(place / "run")
 
 
-@pytest.mark.slow_cases("probe-*", "evaluate-13", "evaluate-30", "follow-30")
+@pytest.mark.slow_cases("probe-*", "evaluate-13", "compare-13", "follow-30")
 @pytest.mark.parametrize(
     ("command", "code"),
     [

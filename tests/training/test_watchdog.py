@@ -50,6 +50,7 @@ def test_who_keeps_pythons_lock_ends_too(tmp_path: Path) -> None:
     assert code == 1 and "in with_pythons_lock" in said
 
 
+@pytest.mark.slow
 def test_signs_of_life_and_silent_phases_keep_it_quiet(tmp_path: Path) -> None:
     phases, stacks = PhaseTracker(), tmp_path / "0.stacks.txt"
     stacks.write_text("of a run before")

@@ -91,6 +91,7 @@ def assert_equal_logits(actual: np.ndarray, expected: np.ndarray) -> None:
     "gemma2",
     "mixtral",
     "olmo3",
+    "gpt_oss",
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family: str) -> None:

@@ -106,6 +106,7 @@ def test_the_teacher_never_changes_and_the_model_learns_from_it(place: Path) -> 
     assert worst(state.params, plain.params) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_teacher_is_stored_once(place: Path) -> None:
     run = runs.build(config(place, 48), progress=False)
     constant = constant_arrays(run.config, run.state_shapes)
