@@ -252,9 +252,17 @@ class Mesh:
     # only the network of the data centre. `data` is a multiple of it, so that nothing but the sum
     # of the gradients crosses slices. 0 takes the slices that the devices belong to.
     slices: int = free(0)
+    # The dtype in which replicas (`data` alone) add up gradients; 'bfloat16' sends half the bytes.
+    gradient_dtype: Literal["float32", "bfloat16"] = free("float32")
 
     def __post_init__(self) -> None:
         check_finite(self)
+        rounds = self.gradient_dtype != "float32"
+        check(
+            not rounds or (self.fsdp, self.tensor) == (1, 1),
+            f"Mesh.gradient_dtype = {self.gradient_dtype!r} needs Mesh.fsdp = 1 and Mesh.tensor = "
+            "1, because only replicas add up whole gradients; leave it out",
+        )
         known = 0 <= self.slices <= LARGEST
         check(known, f"Mesh.slices = {self.slices} must be between 0 and {LARGEST}")
         sizes = {name: getattr(self, name) for name in ("data", "fsdp", "tensor", "sequence")}

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, PyTree
 from brt import tasks
 from brt.config import Config
 from brt.distributed import rules
+from brt.errors import ConfigError
 from brt.tasks.interface import Aux, LossInputs
 from brt.training import layer_forms, replicas, trainable
 from brt.training.bad_steps import BadStep, RecentLosses
@@ -114,6 +115,11 @@ def _over_replicas(
     shards; None if all replicas need all gradients.
     """
     if replicas.count() == 1 or jax.tree.leaves(inputs.model_state):
+        if replicas.count() > 1 and config.mesh.gradient_dtype != "float32":
+            raise ConfigError(
+                f"Mesh.gradient_dtype = {config.mesh.gradient_dtype!r} needs a model that learns "
+                "nothing without gradients; leave it out"
+            )
         if optimizer_shards is not None:
             # Each replica may hold only a shard of the parameters.
             params = rules.replicated(params)
@@ -127,10 +133,12 @@ def _over_replicas(
         own = inputs._replace(batch=batch, key=key, carry=carry)
         aux, gradients = _loss_and_gradients(params, own, config)
         sums = aux.nats, aux.count, aux.metrics
+        rounded = jax.tree.map(lambda x: x.astype(config.mesh.gradient_dtype), gradients)
         if optimizer_shards is None:
-            *sums, gradients = replicas.psum((*sums, gradients))
+            *sums, total = replicas.psum((*sums, rounded))
         else:
-            sums, gradients = replicas.psum(sums), replicas.psum(gradients, optimizer_shards)
+            sums, total = replicas.psum(sums), replicas.psum(rounded, optimizer_shards)
+        gradients = jax.tree.map(lambda x, own: x.astype(own.dtype), total, gradients)
         nats, count, metrics = sums
         means = jax.tree.map(lambda x: x / replicas.count(), metrics)
         return (nats, count, means, gradients), aux.carry

@@ -47,6 +47,8 @@ def test_one_axis_takes_what_the_others_leave() -> None:
     assert shape_of(Mesh(data=-1, tensor=2), 8)["data"] == 4
     with pytest.raises(ConfigError, match=r"Mesh.data and Mesh.fsdp are both -1"):
         Mesh(data=-1, fsdp=-1)
+    with pytest.raises(ConfigError, match=r"gradient_dtype = 'bfloat16' needs Mesh.fsdp = 1"):
+        Mesh(fsdp=-1, gradient_dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"^Mesh.tensor = 3 does not divide 8 devices.* 2 would"):
         shape_of(Mesh(data=-1, tensor=3), 8)
 

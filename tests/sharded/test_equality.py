@@ -11,6 +11,7 @@ from model_settings import changed
 from sharded_cases import CASES, MESHES, STEPS, curve, worst
 
 from brt.config import Kernels, Mesh
+from brt.errors import ConfigError
 from brt.ops import dispatch
 from brt.training import run as runs
 
@@ -52,6 +53,18 @@ def test_replicas_with_shards_of_separate_layers_equal_one_device(
     assert worst(found, nats) < TOLERANCE
     assert worst(after.carry, state.carry) < TOLERANCE
     assert worst(after.model_state, state.model_state) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["whole", "shared"])
+def test_gradients_summed_in_bfloat16_are_near(state: str, case: Callable) -> None:
+    config, (nats, _) = case("window", "adamw")
+    config = changed(config, optimizer={"state": state})
+    mesh = Mesh(data=8, gradient_dtype="bfloat16")
+    found, _ = curve(config, mesh, STEPS)
+    assert TOLERANCE < worst(found, nats) < 1e-2
+    with pytest.raises(ConfigError, match="needs a model that learns nothing without gradients"):
+        curve(case("routing")[0], mesh, 1)
 
 
 @pytest.mark.slow
