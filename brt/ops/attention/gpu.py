@@ -119,12 +119,12 @@ def attend(
         added = added.astype(jnp.bfloat16)
     cached_keys, cached_values = cached or (None, None)
     all_keys = [keys] if cached_keys is None else [cached_keys, keys]
-    size, norms = sum(x.shape[1] for x in all_keys), (None, None)
-    if scale is not None:
-        norms = _norms([queries], scale), _norms(all_keys, jnp.ones(keys.shape[2]))
+    size = sum(x.shape[1] for x in all_keys)
+    query_norms = None if scale is None else _norms([queries], scale)
+    key_norms = None if scale is None else _norms(all_keys, jnp.ones(keys.shape[2]))
     arguments = KernelInputs(
         queries, keys, values, *_tile_ranges(spans, size // TILE), cached_keys, cached_values,
-        *norms,
+        query_norms, key_norms,
         None if bias is None else bias.astype(jnp.float32), added, factors,
         None if whole_tiles else spans, draws,
     )  # fmt: skip
@@ -192,13 +192,13 @@ def _backward(
     lanes, tokens, heads, width = inputs.q.shape
     grid, normalized = (lanes, heads, tokens // TILE), inputs.query_norms is not None
     of_factors = [jax.ShapeDtypeStruct((*grid, TILE), jnp.float32)] if normalized else []
-    d_q, *d_factors = _call(
+    d_q, *others = _call(
         kernels.attention_queries, inputs, settings, grid, [_like(inputs.q), *of_factors],
         kernels.QUERY_SIDE,
     )  # fmt: skip
     d_norms = None
     if normalized:
-        d_factors = d_factors[0].reshape(lanes, heads, 1, tokens)
+        d_factors = others[0].reshape(lanes, heads, 1, tokens)
         d_norms = jnp.pad(d_factors, ((0, 0), (0, 0), (0, 1), (0, 0)))
     by_key = (
         None if x is None else _transposed_tiles(x)

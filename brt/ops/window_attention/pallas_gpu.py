@@ -26,7 +26,8 @@ def window_attention(
     # Keys that no token sees fill the first tile of the cache, which then has Z keys.
     padding = (0, 0), (missing, 0), (0, 0), (0, 0)
     inputs = inputs._replace(cached=tuple(jnp.pad(x, padding) for x in inputs.cached))
-    queries, keys, values, cached = inputs.queries, inputs.keys, inputs.values, inputs.cached
+    queries, keys, values = inputs.queries, inputs.keys, inputs.values
+    cached: tuple | None = inputs.cached
     scale, size = inputs.scale, inputs.window
     if vector_parts(queries) > 1:
         # The kernels normalize whole vectors, and have no registers for a second array of keys.
