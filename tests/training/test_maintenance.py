@@ -22,13 +22,20 @@ TERMINATE = "TERMINATE_ON_HOST_MAINTENANCE"
 
 
 class Metadata(http.server.ThreadingHTTPServer):
-    """A metadata server with `values` by key, or with an answer that is none."""
+    """A metadata server, whose `answer` is a status (0 for none) and values by key.
+
+    Both are one tuple, because a request may be answered while a test replaces them.
+    """
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.values, self.status, self.asked = {EVENT: "NONE", SPOT: "FALSE"}, 200, 0
+        self.answer: tuple[int, dict[str, str]] = 200, {EVENT: "NONE", SPOT: "FALSE"}
+        self.asked = 0
+
+    def change(self, values: dict[str, str], status: int = 200) -> None:
+        self.answer = status, self.answer[1] | values
 
     def wait(self, requests: int = 4) -> None:
         end, goal = time.monotonic() + 30, self.asked + requests
@@ -45,10 +52,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         assert place == "/computeMetadata/v1/instance"
         assert self.headers["Metadata-Flavor"] == "Google"
         self.server.asked += 1
-        if self.server.status:
-            self.send_response(self.server.status)
+        status, values = self.server.answer
+        if status:
+            self.send_response(status)
             self.end_headers()
-            self.wfile.write(self.server.values[key].encode())
+            self.wfile.write(values[key].encode())
 
     def log_message(self, *_: object) -> None:
         pass
@@ -72,7 +80,7 @@ def test_an_event_stops_once(metadata: Metadata, key: str, value: str) -> None:
     with maintenance.watching(reasons.append):
         metadata.wait()
         assert reasons == []
-        metadata.values[key] = value
+        metadata.change({key: value})
         metadata.wait()
         assert reasons == [f"Google Cloud's {key}={value}"]
         metadata.wait()
@@ -90,21 +98,20 @@ def test_other_answers_change_nothing(metadata: Metadata, values: dict, status: 
     reasons: list[str] = []
     with maintenance.watching(reasons.append):
         metadata.wait()
-        metadata.status = status
-        metadata.values |= values
+        metadata.change(values, status)
         metadata.wait()
     assert reasons == []
 
 
 def test_an_event_from_before_the_start_stops_nothing(metadata: Metadata) -> None:
-    metadata.values |= {EVENT: TERMINATE}
+    metadata.change({EVENT: TERMINATE})
     reasons: list[str] = []
     with maintenance.watching(reasons.append):
         metadata.wait()
         assert reasons == []
-        metadata.values |= {EVENT: "NONE"}
+        metadata.change({EVENT: "NONE"})
         metadata.wait()
-        metadata.values |= {EVENT: TERMINATE}
+        metadata.change({EVENT: TERMINATE})
         metadata.wait()
     assert len(reasons) == 1, "but the next one does"
 
@@ -147,7 +154,7 @@ def test_a_run_saves_and_ends_with_exit_code_75(
     def announced(self: Session) -> None:
         step(self)
         if self.completed == 2:
-            metadata.values[EVENT] = TERMINATE
+            metadata.change({EVENT: TERMINATE})
         if self.completed in (2, 4):
             metadata.wait()
 
