@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from brt.config import Config
 from brt.config.kinds import kind_sections
 from brt.config.names import (
+    adaptable_names,
     declaration,
     default_of,
     field_types,
@@ -299,11 +300,19 @@ def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Re
                     f"Training.task = {next(others)!r}, or remove {name}"
                 )
     warmup = _shorten_warmup(values, origins, base or Config())
+    if base is None and values["Training"].get("init_from"):
+        # A setting that is bound to its default would be taken for one that is not bound.
+        values["Training"].setdefault("init_keep", _bound_to_defaults(winners, task))
     try:
         config = with_values(values, base)
     except ConfigError as error:
         raise explained(error, bound) from error
     return Resolved(config, origins, bound, (*filter(None, [warmup]), *_idle(config, winners)))
+
+
+def _bound_to_defaults(winners: Mapping[str, Binding], task: str) -> tuple[str, ...]:
+    names = sorted(adaptable_names() & winners.keys())
+    return tuple(n for n in names if _checked(winners[n], task).value == default_of(n))
 
 
 def _idle(config: Config, winners: Mapping[str, Binding]) -> Iterator[str]:

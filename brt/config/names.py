@@ -91,6 +91,13 @@ def class_field_types() -> dict[str, Any]:
     return _names().fields
 
 
+def adaptable_names() -> set[str]:
+    """Returns the names of the settings that have the value of the weights of Training.init_from
+    unless the config has another one.
+    """
+    return {name for name in field_types() if declaration(name).warm_start == "adaptable"}
+
+
 def derived_fields() -> list[str]:
     """Returns the names of all derived fields, which no .gin file can set."""
     return [

@@ -6,7 +6,7 @@ A new run may start from weights (Training.init_from), to which its config is ad
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from brt.config import Config, Data, Model
 from brt.config.fields import settings
 from brt.config.kinds import kind_sections
 from brt.config.model import PARTS
+from brt.config.names import adaptable_names
 from brt.config.shared import public_name
 from brt.config_io import config_from_json
 from brt.data.readers import Reader
@@ -400,20 +401,31 @@ def with_model(config: Config, weights: Weights) -> Config:
 
     Each setting of the model declares in `brt.config` where its value comes from. The value of an
     "own" setting comes from the new run, and the value of an "inherited" setting from the weights.
-    The value of an "adaptable" setting comes from the new run if it is not the default there,
-    otherwise from the weights. ConfigError is raised if the config contradicts the weights.
+    The value of an "adaptable" setting comes from the new run if it is not the default there or is
+    named in Training.init_keep, otherwise from the weights. ConfigError is raised if the config
+    contradicts the weights.
     """
-    task = tasks.from_config(config)
+    task, kept = tasks.from_config(config), config.training.init_keep
     task.check_weights(weights)
+    if others := {*kept} - adaptable_names():
+        raise ConfigError(
+            f"Training.init_keep names {min(others)!r}, which is no setting that a run may change "
+            "in a model of weights; leave it out"
+        )
     section = task.model
-    requested, trained, where = getattr(config, section), weights.model, weights.where
-    changes = _changes(requested, trained, where)
+    requested, trained = getattr(config, section), weights.model
+
+    def merged(requested: Any, trained: Any) -> Any:
+        changes = _changes(requested, trained, weights.where, kept)
+        return dataclasses.replace(trained, **changes)
+
+    changes = _changes(requested, trained, weights.where, kept)
     if isinstance(requested, Model):
         types = kind_sections().values()
-        kinds = (_merged(requested.of(kind), trained.of(kind), where) for kind in types)
+        kinds = (merged(requested.of(kind), trained.of(kind)) for kind in types)
         changes["kinds"] = tuple(kind for kind in kinds if any(kind.layers_by_kind().values()))
         for field in PARTS.values():
-            changes[field] = _merged(getattr(requested, field), getattr(trained, field), where)
+            changes[field] = merged(getattr(requested, field), getattr(trained, field))
     model = dataclasses.replace(trained, **changes)
     data = config.data
     if isinstance(requested, Model) and weights.tokenizer_file and data.tokenizer == _BYTES:
@@ -421,24 +433,21 @@ def with_model(config: Config, weights: Weights) -> Config:
     return dataclasses.replace(config, **{section: model, "data": data})
 
 
-def _merged(requested: Any, trained: Any, where: str) -> Any:
-    return dataclasses.replace(trained, **_changes(requested, trained, where))
-
-
-def _changes(requested: Any, trained: Any, where: str) -> dict[str, Any]:
+def _changes(requested: Any, trained: Any, where: str, kept: Collection[str]) -> dict[str, Any]:
     """Returns the settings of `requested` that replace those of the section `trained`, by name."""
     section, defaults = type(requested), type(requested)()
     changes: dict[str, Any] = {}
     for name, setting in settings(section).items():
         value, default, old = (getattr(model, name) for model in (requested, defaults, trained))
+        own = f"{section.__name__}.{name}"
         adaptable = setting.warm_start == "adaptable"
         # Weights that were converted from other formats have, for example, 9.9999997e-06 for 1e-05.
         floats = isinstance(value, float) and isinstance(old, float)
         equal = np.float32(value) == np.float32(old) if floats else value == old
-        if setting.warm_start == "own" or (adaptable and value != default):
+        chosen = value != default or public_name(own) in kept
+        if setting.warm_start == "own" or (adaptable and chosen):
             changes[name] = value
         elif not adaptable and not (value == default or equal):
-            own = f"{section.__name__}.{name}"
             raise ConfigError(
                 f"{public_name(own)} = {value!r}, but the weights of Training.init_from = "
                 f"{where!r} have {old!r}; leave it out"

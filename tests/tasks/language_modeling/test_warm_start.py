@@ -13,11 +13,11 @@ import pytest
 from flax.traverse_util import flatten_dict
 from model_settings import with_settings
 
-from brt import tasks
+from brt import command_line, tasks, train
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Model, Training
 from brt.config.model import Norm, Window
-from brt.config_io import config_json
+from brt.config_io import config_json, config_text
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
 from brt.layers.runs import new_model_state
@@ -40,6 +40,12 @@ def config(where: Path | str = "", kinds: Any = (), **model: Any) -> Config:
     """Returns a config of training that starts from the weights at a path."""
     training = Training(init_from=str(where), segment_length=8, batch_size=2, loss_chunk=8)
     return Config(training=training, model=Model(**{"window": 4, "kinds": kinds, **model}))
+
+
+def asked_by(file: Path, *flags: str) -> Config:
+    """Returns the config that a command gets from a file and flags."""
+    arguments = train.parser().parse_args([f"--gin_file={file}", *flags])
+    return command_line.resolve(arguments, None).config
 
 
 def ready(asked: Config) -> Model:
@@ -112,6 +118,26 @@ def test_settings_of_the_model_and_of_its_parts_change_together(tmp_path: Path) 
     assert (model.window, model.sliding) == (4, Window(sinks=2, block=2))
     with pytest.raises(ConfigError, match="Window.sinks = 6 must not exceed Model.window = 4"):
         ready(config(where, window=4))
+
+
+def test_a_default_that_the_user_writes_is_no_value_of_the_weights(tmp_path: Path) -> None:
+    trained = with_settings(MODEL, {"window": 2048, "Window.sinks": 4})
+    where = write(tmp_path / "weights", trained)
+    file = tmp_path / "a.gin"
+    file.write_text(
+        f"Training.init_from = '{where}'\nModel.window = 512\nWindow.sinks = 0\n"
+        "Training.segment_length = 512\n"
+    )
+    asked = asked_by(file, "--gin_bindings=Recurrence.layers = ()")
+    model = ready(asked)
+    assert (model.window, model.sliding, model.kinds) == (512, Window(), ())
+    # A point of a sweep binds all settings.
+    file.write_text(config_text(asked))
+    assert ready(asked_by(file)) == model
+    file.write_text(f"Training.init_from = '{where}'\nTraining.segment_length = 2048\n")
+    assert ready(asked_by(file)).sliding == trained.sliding
+    with pytest.raises(ConfigError, match="init_keep names 'Window.sink', which is no setting"):
+        ready(asked_by(file, "--gin_bindings=Training.init_keep = ('Window.sink',)"))
 
 
 @pytest.mark.slow
