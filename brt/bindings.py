@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from brt.config import Config
 from brt.config.kinds import kind_sections
 from brt.config.names import (
-    adaptable_names,
     declaration,
     default_of,
     field_types,
     fields_of,
     has_section,
+    names_in_weights,
     task_field,
 )
 from brt.config.shared import TASK_SECTIONS, tasks_with
@@ -311,7 +311,7 @@ def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Re
 
 
 def _bound_to_defaults(winners: Mapping[str, Binding], task: str) -> tuple[str, ...]:
-    names = sorted(adaptable_names() & winners.keys())
+    names = sorted(names_in_weights() & winners.keys())
     return tuple(n for n in names if _checked(winners[n], task).value == default_of(n))
 
 

@@ -91,11 +91,9 @@ def class_field_types() -> dict[str, Any]:
     return _names().fields
 
 
-def adaptable_names() -> set[str]:
-    """Returns the names of the settings that have the value of the weights of Training.init_from
-    unless the config has another one.
-    """
-    return {name for name in field_types() if declaration(name).warm_start == "adaptable"}
+def names_in_weights() -> set[str]:
+    """Returns the names of the settings that the weights of Training.init_from have, too."""
+    return {name for name in field_types() if declaration(name).warm_start != "own"}
 
 
 def derived_fields() -> list[str]:

@@ -45,8 +45,8 @@ class Training:
     # Training starts from the weights in this directory, which brt.convert wrote or which is a run,
     # or of this model of the Hugging Face Hub (OWNER/NAME). '' starts from random weights.
     init_from: str = free("", path="read")
-    # These settings of the model keep the values of this config although they are defaults, which
-    # those of the weights would replace. If it is not bound: those that files and flags bind.
+    # These settings of the model count although they have their defaults, which the weights would
+    # replace. If this is not bound, they are those that files and flags bind.
     init_keep: tuple[str, ...] = fixed(())
     # Patterns of the paths of parameters that training changes, such as ('*/cell/*', '*norm*'). All
     # other parameters are frozen: they have no gradients and no optimizer state. An empty tuple

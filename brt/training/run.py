@@ -24,7 +24,7 @@ from brt.config import Config, Data, Model
 from brt.config.fields import settings
 from brt.config.kinds import kind_sections
 from brt.config.model import PARTS
-from brt.config.names import adaptable_names
+from brt.config.names import names_in_weights
 from brt.config.shared import public_name
 from brt.config_io import config_from_json
 from brt.data.readers import Reader
@@ -407,10 +407,10 @@ def with_model(config: Config, weights: Weights) -> Config:
     """
     task, kept = tasks.from_config(config), config.training.init_keep
     task.check_weights(weights)
-    if others := {*kept} - adaptable_names():
+    if others := {*kept} - names_in_weights():
         raise ConfigError(
-            f"Training.init_keep names {min(others)!r}, which is no setting that a run may change "
-            "in a model of weights; leave it out"
+            f"Training.init_keep names {min(others)!r}, which is no setting that weights have; "
+            "leave it out"
         )
     section = task.model
     requested, trained = getattr(config, section), weights.model
@@ -447,7 +447,7 @@ def _changes(requested: Any, trained: Any, where: str, kept: Collection[str]) ->
         chosen = value != default or public_name(own) in kept
         if setting.warm_start == "own" or (adaptable and chosen):
             changes[name] = value
-        elif not adaptable and not (value == default or equal):
+        elif chosen and not (adaptable or equal):
             raise ConfigError(
                 f"{public_name(own)} = {value!r}, but the weights of Training.init_from = "
                 f"{where!r} have {old!r}; leave it out"

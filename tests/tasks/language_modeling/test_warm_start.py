@@ -136,6 +136,8 @@ def test_a_default_that_the_user_writes_is_no_value_of_the_weights(tmp_path: Pat
     assert ready(asked_by(file)) == model
     file.write_text(f"Training.init_from = '{where}'\nTraining.segment_length = 2048\n")
     assert ready(asked_by(file)).sliding == trained.sliding
+    with pytest.raises(ConfigError, match="Model.layers = 12, but the weights .* have 3; leave it"):
+        ready(asked_by(file, "--gin_bindings=Model.layers = 12"))
     with pytest.raises(ConfigError, match="init_keep names 'Window.sink', which is no setting"):
         ready(asked_by(file, "--gin_bindings=Training.init_keep = ('Window.sink',)"))
 
