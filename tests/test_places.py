@@ -42,7 +42,8 @@ TEXTS = {
 TEXT_SETTINGS = {
     "Adapter.kernels", "CrossAttention.without", "Data.columns",
     "Kernels.use", "Logging.mlflow_experiment", "Logging.wandb_project", "Pairs.prefix",
-    "Sentences.header", "Sentences.labels", "Training.task", "Training.trainable",
+    "Sentences.header", "Sentences.labels", "Training.init_keep", "Training.task",
+    "Training.trainable",
 }  # fmt: skip
 
 

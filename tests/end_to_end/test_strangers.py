@@ -187,7 +187,7 @@ def foreign(plain: Path, trap: Path, tmp_path: Path) -> Path:
 def test_every_setting_of_a_path_says_so() -> None:
     """Every setting that takes text either declares that it is a path or is listed here."""
     no_paths = """
-        Training.task Training.trainable Adapter.kernels
+        Training.task Training.trainable Training.init_keep Adapter.kernels
         Logging.wandb_project Logging.mlflow_experiment
         Data.columns Pairs.columns Pairs.prefix Sentences.columns
         Sentences.header Sentences.labels Kernels.use
