@@ -4,8 +4,10 @@ and compares the runs of a sweep, and that tools/tables.py writes tables of them
 
 import ast
 import importlib
+import io
 import json
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,22 @@ def test_what_was_recorded_or_printed_is_shown_with_its_conditions(
     assert tables.output("said", "^l", "irs").splitlines() == ["```", "first", "last", "```"]
     whole = tables.output("said")
     assert "# run" not in whole and max(map(len, whole.splitlines())) < 120
+
+
+def test_a_document_of_code_has_the_sources_of_a_project_in_the_order_of_their_paths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    document = importlib.import_module("code_corpus").document
+    files = {"z/b.py": b"b\r\n", "z/a/c.rs": b"c\n", "z/tests/d.py": b"d\n", "z/e.png": b"e"}
+    files |= {"z/empty.py": b"", "z/large.c": b"l" * 300_000}
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    assert document(packed.getvalue()) == b"===== a/c.rs =====\nc\n\n===== b.py =====\nb\n"
 
 
 @pytest.mark.slow

@@ -9,10 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator
-from scipy.special import stdtrit
 
 from brt.drawing import png
-from brt.tasks.differences import Difference, paired_difference
+from brt.tasks.differences import Difference, difference_of_runs
 
 Run = Mapping[str, Any]
 Size = tuple[int, int, int]  # width of the model, tokens of a step, training tokens
@@ -25,8 +24,7 @@ def compared(
     were trained with, with a confidence interval.
 
     With one seed, the interval is over documents alone, and says nothing about other trainings of
-    the same models. With several seeds, the variances of the means over documents and over seeds
-    are added, and Student's distribution has the degrees of freedom of Welch and Satterthwaite.
+    the same models; with several seeds, it is over both (`difference_of_runs`).
 
     Args:
       runs: runs of models of the same width with the same number of training tokens and of tokens
@@ -41,18 +39,8 @@ def compared(
     if not pairs:
         return None
     sizes = np.asarray([row[unit] for row in runs[0]["documents"]])
-    ours, theirs = (
-        np.mean([_nats(pair[i]) for pair in pairs], axis=0) for i in range(2)
-    )  # fmt: skip
-    found = paired_difference(ours, theirs, sizes)
-    if len(pairs) < 2 or found.half_width is None:
-        return found
-    degrees = np.asarray([len(sizes) - 1, len(pairs) - 1])
-    each = [paired_difference(*map(_nats, pair), sizes).value for pair in pairs]
-    of_documents = (found.half_width / stdtrit(degrees[0], 0.975)) ** 2
-    parts = np.asarray([of_documents, np.var(each, ddof=1) / len(each)])
-    freedom = parts.sum() ** 2 / (parts**2 / degrees).sum()
-    return Difference(found.value, float(stdtrit(freedom, 0.975) * np.sqrt(parts.sum())))
+    ours, theirs = (np.stack([_nats(pair[i]) for pair in pairs]) for i in range(2))
+    return difference_of_runs(ours, theirs, sizes)
 
 
 def by_size(runs: Sequence[Run]) -> dict[Size, list[Run]]:
