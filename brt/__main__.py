@@ -19,7 +19,7 @@ COMMANDS = (
 
 
 def listing() -> str:
-    """Returns the commands, each with the first line of its docstring, without imports."""
+    """Returns the commands, each with the first line of its docstring, without importing them."""
     lines = [f"  brt {name:<9} {_about(name)}" for name in COMMANDS]
     return "\n".join(
         ["brt COMMAND ... or python -m brt.COMMAND ...; --help explains each command:", "", *lines]

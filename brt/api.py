@@ -177,9 +177,9 @@ class Model:
         """Returns the text that follows the prompt, or a summariser's summary of the prompt.
 
         For a list of prompts or conversations, it returns a list of texts. A language model
-        continues up to 16 prompts at once (fewer if their memories are large), and each prompt has
-        the text that it has alone. A sampled token depends on the seed and its place in the text,
-        so equal prompts have equal texts. The other arguments are those of `stream`, by keyword.
+        continues up to 16 prompts at once (fewer if their memories are large), and each text is the
+        same as if its prompt were alone. Randomness depends on the seed and a token's position, so
+        equal prompts have equal texts. The other arguments are those of `stream`, by keyword.
         """
         if not isinstance(prompt, str):
             return list(self.generate_each(prompt, **how))
@@ -222,8 +222,8 @@ class Model:
           prompt: text without NULs and unpaired surrogates; a leading byte order mark is removed.
           state: the state from which the model continues.
           max_tokens: the most new tokens; None is 500, or Decoding.max_length for summaries.
-          beams: the number of beams of a search for the most probable text; None samples, but
-            without the next three arguments, a summariser searches with Decoding.beams.
+          beams: the number of beams of a search for the most probable text; None samples,
+            except that a summariser uses Decoding.beams if the next three arguments are None.
           temperature: the divisor of the logits; 0 takes the most probable token. Here and in the
             next two arguments, None takes the value of the config's section Sampling.
           top_k: only this number of most probable tokens can be drawn; 0 allows all tokens.
@@ -253,8 +253,8 @@ class Model:
     def _begun(
         self, prompts: Mapping[str, Prompt], state: Memory | None, **how: Any
     ) -> tuple[list[Prompt], WriteOptions]:
-        """Returns the checked values of `prompts`, which have the names of messages, and the
-        checked options `how` of `stream`, after the session has gone back to `state`.
+        """Returns the checked values of `prompts` (by their names in errors) and the checked
+        options `how` of `stream`. The session goes back to `state`, or forgets all text.
         """
         if not self._task.generates_text:
             raise self._task.cannot_generate()
@@ -287,7 +287,7 @@ class Model:
     ) -> Memory:
         """Returns the state after reading a text, or token ids, of any length; see `stream`.
 
-        `bos` False reads a text without BOS, as some models of other libraries are used.
+        With `bos` False, BOS is not read before the text, as is usual for some pretrained models.
 
         Raises:
           ConfigError: the model has no memory.
@@ -295,7 +295,7 @@ class Model:
         """
         session = self._session() if state is None else self._resumed(state)
         if state is None and not bos:
-            # A session reads BOS before the first token, which this memory seems to have read.
+            # A session reads BOS if the count of its memory is 0, so the count becomes 1.
             session.memory = session.memory._replace(count=np.ones_like(session.memory.count))
         session.read(self._tokens(text, special_tokens))
         return Memory(session.snapshot(), self)
@@ -310,7 +310,7 @@ class Model:
         return Memory(session.snapshot(), self)
 
     def token_bits(self, text: str | Integer[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
-        """Returns -log2 of the probability of each token of a text, or ids, of a whole document.
+        """Returns -log2 of the probability of each token of a whole document (text or token ids).
 
         ConfigError is raised if the model is not a language model, DataError if the text is empty
         or an id is not in the vocabulary.

@@ -150,7 +150,7 @@ class Resolved(NamedTuple):
     config: Config
     # By `Section.field`: "default", "saved", PATH:LINE, or "--gin_bindings".
     origins: dict[str, str]
-    bound: dict[str, str]  # those of settings that a file or the command line binds
+    bound: dict[str, str]  # the origins of the settings that a file or the command line binds
     notes: tuple[str, ...] = ()  # sentences about bound settings that do nothing or were adjusted
 
 
@@ -196,7 +196,7 @@ def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
 
 
 def _task(sources: Mapping[str, Source], base: Config | None) -> str:
-    """Returns the name of the task that the sources bind. There may be no task of this name."""
+    """Returns the name of the task in the sources, else in `base`; the task may not exist."""
     found = _winners(sources, lambda b: b.name == "Training.task")
     if not found:
         return (base or Config()).training.task
@@ -301,7 +301,7 @@ def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Re
                 )
     warmup = _shorten_warmup(values, origins, base or Config())
     if base is None and values["Training"].get("init_from"):
-        # A setting that is bound to its default would be taken for one that is not bound.
+        # Otherwise, a setting that is bound to its default would count as not bound.
         values["Training"].setdefault("init_keep", _bound_to_defaults(winners, task))
     try:
         config = with_values(values, base)

@@ -1,10 +1,10 @@
-"""Reads files of strangers in child processes, which may take only so much memory and time.
+"""Reads files of strangers in child processes, whose memory and time are limited.
 
 Libraries in other languages read some kinds of files, and a crafted file can make them take any
-memory, run for ever, or end the process. Therefore a child process first does with a file what brt
-will do with it. A seal in the user's cache says that a trial went well, so that a file is tried
-once. Files that brt has written itself get a seal at once. Programs in files of strangers, such as
-chat templates, always run in a child process, a `Worker`.
+memory, run for ever, or end the process. Therefore a child process first reads a file as brt will
+read it. A seal (an empty file in the user's cache) says that this trial succeeded, so that a file
+is tried once. Files that brt has written get a seal at once. Programs in files of strangers, such
+as chat templates, always run in a child process, a `Worker`.
 """
 
 import atexit
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from brt import user_cache
 
-MEMORY = 2 << 30  # A child may take this number of bytes, and what its caller adds.
-SECONDS = 30  # A child may take this number of seconds, and what its caller adds.
+MEMORY = 2 << 30  # the default limit of a child's memory, in bytes
+SECONDS = 30  # the default limit of a child's CPU time
 _SAID = 300  # At most this number of characters of a child's message are read.
 _ONE_THREAD = {
     "MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
@@ -35,7 +35,7 @@ class Refused(ValueError):
 
 
 def key(*parts: bytes) -> str:
-    """Returns the key of a trial, which depends on everything that was tried."""
+    """Returns the key of a trial, a hash of everything that the trial reads."""
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
@@ -55,9 +55,9 @@ def check(
 ) -> None:
     """Runs a module, which calls `serve`, in a child process, unless the `key` is `trusted`.
 
-    `content` is what the function reads that the module passes to `serve`. The child may take
-    `memory` bytes, which macOS does not enforce, and `seconds`. Refused is raised if it raised an
-    error, or took more.
+    The function that the module passes to `serve` reads `content`. The child may take `memory`
+    bytes, which macOS does not enforce, and `seconds` of CPU time. Refused is raised if the child
+    refuses the content, crashes, or takes more.
     """
     if trusted(key):
         return
@@ -96,7 +96,7 @@ def _too_much(memory: int) -> str:
 
 
 class Worker:
-    """A child process that answers requests, and may take only so much memory and time for each.
+    """A child process that answers requests, with limits on its memory and on the time of each.
 
     The child runs a module, which calls `answer`. It is started for the first request, and ends
     with this process.
@@ -109,7 +109,7 @@ class Worker:
         atexit.register(self._end)
 
     def ask(self, request: bytes) -> bytes:
-        """Returns the answer, one line, to a request, one line; raises Refused if none comes."""
+        """Sends a request of one line, and returns the answer line; Refused if none comes."""
         with self._lock:
             if self._child is None or self._child.poll() is not None:
                 self._end()
@@ -128,7 +128,7 @@ class Worker:
                 answer = child.stdout.readline()
             except BrokenPipeError:
                 pass
-            finally:  # Also after Ctrl-C, because the answer would come to the next request.
+            finally:  # Also after Ctrl-C: the next request would get this answer.
                 if not answer:
                     self._end()
             if not answer:
@@ -160,7 +160,7 @@ def answer(function: Callable[[bytes], bytes]) -> None:
 
 
 def _limit(limits: Mapping[int, int]) -> None:
-    """Lowers limits of this process; see `resource`."""
+    """Sets limits of this process, by their numbers in `resource`, as far as that is allowed."""
     for kind, limit in limits.items():
         _, hard = resource.getrlimit(kind)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
@@ -171,7 +171,7 @@ def serve(function: Callable[[bytes], None]) -> None:
     """Calls a function with the content that `check` was called with, in the child process.
 
     The function raises `Refused` if the content must not be used. Other errors, except panics of
-    libraries in Rust, are not reported, because brt meets and explains them itself.
+    libraries in Rust, are not reported, because brt meets and explains them when it reads the file.
     """
     memory, seconds = map(int, sys.argv[1:])
     # RLIMIT_DATA counts no addresses that are only reserved, unlike RLIMIT_AS.

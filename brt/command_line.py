@@ -269,8 +269,8 @@ def main(
     # exceptions anyway.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
-        # `use_huge_pages` restarts the process, which would copy again what flags name in buckets.
-        # This must not happen if another program has imported the command and calls it.
+        # `use_huge_pages` restarts the process, so it comes before the parser, which copies files
+        # from buckets. A program that has imported the command and calls it must not be restarted.
         if function.__module__ == "__main__":
             runtime.use_huge_pages()
             runtime.began = time.monotonic() - runtime.age()

@@ -33,8 +33,8 @@ from brt.redaction import redacted
 def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = None) -> Config:
     """Returns `base`, or the default config, with some settings replaced.
 
-    `values` are by section and field, {"Model": {"layers": 12}}, and have the types of their
-    settings.
+    `values` has the new values by section and field, {"Model": {"layers": 12}}, with the types of
+    the settings.
     """
     types = section_types()
     # Without a base, a section is created from the fields, because the defaults of other fields may
@@ -58,7 +58,7 @@ def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = N
 
 
 def config_text(config: Config) -> str:
-    """Returns a .gin file that binds every setting that the model and the task of the run have."""
+    """Returns the text of a .gin file with every setting that the run's model and task have."""
     return "\n".join(f"{name} = {value!r}" for name, value in _used_values(config).items()) + "\n"
 
 
@@ -67,7 +67,7 @@ def annotated_text(
 ) -> str:
     """Returns `config_text` with comments: the origin and the documentation of each setting.
 
-    `origins` are such as "default" or "a.gin:3"; sections in `without` are left out.
+    An origin is "default" or "a.gin:3", for example; sections in `without` are left out.
     """
     comments, task = _field_comments(), config.training.task
     values = {
@@ -243,7 +243,7 @@ def find_gin_file(path: str, *, asked: str, beside: Path | None = None) -> Path:
     """Returns the path of a .gin file in `beside`, in the current directory, or among brt's files.
 
     `beside` is the directory of the file that includes this one. An error message begins with
-    `asked`, how the user named the file.
+    `asked`, which says how the user named the file.
     """
     path = storage.readable(path, asked)
     packaged = Path(path)

@@ -24,7 +24,7 @@ def acquire_lock(file: IO | int, *, wait: bool = False) -> bool:
     """Locks a file for this process and for child processes that inherit the open file.
 
     The lock ends when all of these processes have closed the file. Returns False if the file system
-    has no locks. Without `wait`, BlockingIOError says that another process holds the lock.
+    has no locks, else True. Without `wait`, BlockingIOError says that another process has the lock.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -56,7 +56,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def storage_fails(error: BaseException) -> bool:
-    """Returns True if an error means that the storage has failed, and may be repaired."""
+    """Returns True if an error means that the storage is full or fails; a later try may succeed."""
     return getattr(error, "errno", None) in _FAILING
 
 
@@ -70,7 +70,7 @@ def remedy(error: BaseException) -> str:
 
 
 def _space(directory: Path) -> os.statvfs_result | None:
-    """Returns the sizes of a disk and how much is free; None if nothing says so."""
+    """Returns the sizes of a disk and how much is free; None if the system does not say."""
     try:
         return os.statvfs(nearest_existing(directory))
     except OSError:
@@ -175,7 +175,7 @@ def is_regular_or_new(path: Path) -> bool:
 
 
 def utf8_path(path: Path) -> Path:
-    """Returns the path of checkpoints; ConfigError if it is not UTF-8, as TensorStore needs."""
+    """Returns `path`, for checkpoints; ConfigError if it is not UTF-8, which TensorStore needs."""
     try:
         os.path.abspath(path).encode()
     except UnicodeEncodeError as error:
@@ -274,7 +274,7 @@ def sync(path: Path) -> None:
 
 
 def _new_file(place: int, mode: int) -> tuple[str, int]:
-    """Creates a temporary file that stays locked while it is open, so that nobody deletes it."""
+    """Creates a temporary file, locked so that nobody deletes it; returns (name, descriptor)."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
         name = partial_name()
@@ -289,7 +289,7 @@ def _new_file(place: int, mode: int) -> tuple[str, int]:
 
 
 def _found(path: Path, place: int) -> os.stat_result | None:
-    """Returns the status of a file in an open directory, or None; refuses a symbolic link."""
+    """Returns the status of a file in the directory `place`, None without one; refuses links."""
     try:
         status = os.stat(path.name, dir_fd=place, follow_symlinks=False)
     except FileNotFoundError:
@@ -310,7 +310,7 @@ def _make(path: Path, place: int, *, last: bool) -> None:
 
 
 def _stream(path: Path) -> int | None:
-    """Opens a standard stream, a FIFO or a device, which is written directly; None for others."""
+    """Returns a descriptor to write to a standard stream, a FIFO or a device; None for others."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -12,7 +12,7 @@ _ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 _KEPT = "\n\t\u200c\u200d"  # The last two join and separate letters, also of emoji.
 # `sentence` leaves out the middle of words of 500 characters or more, and of messages above 2,000.
 _LONGEST_WORD, _LONGEST_MESSAGE = 500, 2000
-# What the local copies of places in buckets are called in texts: URLs by paths.
+# The URLs that texts show instead of the paths of local copies of buckets, by path.
 SHOWN: dict[str, str] = {}
 _FORMULA = re.compile(r"\s*[=+@＝＋－＠-]|[\t\r\n]")
 
@@ -44,11 +44,11 @@ def listed(names: Sequence[str], most: int = 4) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text in which characters are escaped, as in \\x1b, that could control a terminal,
-    reorder or hide other text, or cannot be encoded.
+    """Escapes, as in \\x1b, the characters of a text that could control a terminal, reorder or
+    hide other text, or cannot be encoded.
 
     Line ends and tabs are kept. The text is escaped where it leaves the process: in brt/output.py,
-    in errors, in log.txt, and by the writers of reports. The paths in `SHOWN` are replaced.
+    in errors, in log.txt, and by the writers of reports. URLs replace the paths in `SHOWN`.
     """
     for path, url in tuple(SHOWN.items()):
         text = text.replace(path, url)
@@ -90,7 +90,7 @@ def markdown(text: str) -> str:
 
 
 def csv_value(value: Any) -> Any:
-    """Returns a value for a cell of CSV, so that a spreadsheet does not compute texts."""
+    """Returns a value for a cell of CSV; a spreadsheet does not take a text for a formula."""
     if not isinstance(value, str):
         return value
     return "'" * bool(_FORMULA.match(value)) + one_line(value)

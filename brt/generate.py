@@ -107,7 +107,7 @@ def _rows(file: str) -> list[dict[str, Any]]:
     name, data = _opened(file)
     lines = list(contents.lines(name, contents.no_more_than(LARGEST, name, data), LARGEST))
     if not lines[-1]:
-        lines.pop()  # The last line has an end.
+        lines.pop()  # The file ends with a line end.
     is_json = formats.kind(file) in ("json", "jsonl")
     rows = [_row(f"{name}:{i}", line, is_json) for i, line in enumerate(lines, 1)]
     if not rows:

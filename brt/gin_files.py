@@ -72,7 +72,7 @@ def _add(
     sources: dict[str, Source],
     including: tuple[str, ...],
 ) -> None:
-    """Adds a statement to the source `key`, or the file that it includes to `sources`."""
+    """Adds a binding to the source `key`, or the file of an include statement to `sources`."""
     match statement:
         case config_parser.BindingStatement():
             name = ".".join(filter(None, (statement.selector, statement.arg_name)))
@@ -170,7 +170,7 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
 
 
 def _no_value(word: str) -> str:
-    """Returns a clause which says that a text is no value, and what one is."""
+    """Returns a clause which says that a text is no value, and how to write one."""
     shown = word[:_MOST_QUOTED]
     if _LIKE_A_NUMBER.match(word):
         return f"{shown} is no number that a setting may have; write one such as 12, -0.5 or 1e-4"

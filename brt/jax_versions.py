@@ -33,9 +33,9 @@ def quick_compilation() -> Sequence[str]:
 
 
 def kernels_for(gpu: Any) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which kernels are compiled for a GPU that is not present.
+    """Returns a context in which Pallas kernels are compiled for a GPU that is not present.
 
-    `gpu` describes it, as the `devices` of a `brt.planning.topologies.Topology` do.
+    `gpu` describes the GPU, as the `devices` of a `brt.planning.topologies.Topology` do.
     """
     # Since jax 0.12, kernels are compiled for the device of the current mesh or, without a mesh,
     # for a device of this machine. Earlier versions compile them for the device of the program.

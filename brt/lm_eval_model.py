@@ -31,8 +31,8 @@ class BrtLM(TemplateLM):
     """A language model of brt.
 
     Args:
-      workdir: what `brt.load` takes: a run, a directory in Hugging Face's format, or a name.
-      window: Model.window, and `sinks` Window.sinks.
+      workdir: a run, a directory in Hugging Face's format, or a name on its hub (see `brt.load`).
+      window, sinks: the settings Model.window and Window.sinks.
       add_bos_token: whether BOS is read before contexts, as in brt's other commands. False leaves
         it out, as the model `hf` of lm_eval does if the tokenizer of the model adds none.
       batch_size: the number of continuations of a context that are read side by side.
@@ -80,13 +80,13 @@ class BrtLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Names of special tokens in the text are these tokens, as for the model `hf`."""
+        """Returns the ids of a text; names of special tokens become these tokens, as with `hf`."""
         text = plain_text.checked("a text of the task", string)
         special = bool(self._tokenizer.special_ids)
         return encode_prompt(self._tokenizer, text, special).tolist()
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Refuses the name of a template; brt knows the default one of the tokenizer."""
+        """Returns "", for the tokenizer's default template; refuses the name of another one."""
         if isinstance(chat_template, str):
             raise ConfigError(
                 f"--apply_chat_template={chat_template} names a template; brt uses the default one "
@@ -97,7 +97,7 @@ class BrtLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Without `add_generation_prompt`, the text ends where the last message does."""
+        """Returns a chat as text. Without `add_generation_prompt`, the last message ends it."""
         text = chat.render(
             self._tokenizer, chat_history, add_generation_prompt=add_generation_prompt
         )
@@ -114,7 +114,7 @@ class BrtLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Each context is read once for all of its continuations; see also `_memories`."""
+        """Returns (log-likelihood, True if greedy) per request; `_memories` reads the contexts."""
         places: dict[tuple[int, ...], list[int]] = {}
         for place, (_, tokens, _) in enumerate(requests):
             places.setdefault(tuple(tokens), []).append(place)
@@ -141,7 +141,7 @@ class BrtLM(TemplateLM):
         shared = [len(os.path.commonprefix([*pair])) for pair in pairwise(ordered)]
         # BOS is a part of the first block.
         shared = [max(count - (count + self._bos) % block, 0) for count in (*shared, 0)]
-        known: list[tuple[int, api.Memory | None]] = [(0, None)]  # of beginnings of the context
+        known: list[tuple[int, api.Memory | None]] = [(0, None)]  # (length, memory) of beginnings
         for i, context in enumerate(ordered):
             with_later = accumulate(shared[i:], min)
             for count in sorted({*takewhile(known[-1][0].__lt__, with_later)}):
@@ -154,7 +154,7 @@ class BrtLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """A text is read like a document of brt.evaluate, from BOS and as a whole."""
+        """Returns the log-likelihood of each text, read as a whole from BOS as in brt.evaluate."""
         answers = []
         for request in tqdm(requests, disable=disable_tqdm):
             (text,) = request.args
@@ -163,7 +163,7 @@ class BrtLM(TemplateLM):
         return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Contexts are continued several at once, unless tokens are drawn: then each has a seed."""
+        """Returns the continuations, several written at once; sampled ones are written alone."""
         groups: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             context, options = request.args
@@ -187,7 +187,7 @@ class BrtLM(TemplateLM):
     def _read(
         self, tokens: Sequence[int], state: api.Memory | None = None, *, bos: bool = False
     ) -> api.Memory:
-        """Returns the memory of a context, which begins with BOS if it or the model asks for it."""
+        """Returns the memory after tokens; without `state`, BOS is first if `bos` or `_bos`."""
         return self.model.read(np.asarray(tokens, np.int32), state, bos=self._bos or bos)
 
 

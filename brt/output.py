@@ -44,7 +44,7 @@ def pass_on(text: str, end: str = "") -> None:
 
 
 def say_warnings() -> None:
-    """Makes Python's warnings messages of one line, and reports each once."""
+    """Prints each of Python's warnings once, as a message of one line."""
     said = set()
 
     def warn(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -139,8 +139,8 @@ def check_files(flags: Mapping[str, Any]) -> None:
 def explained(flag: str, path: str | Path) -> Iterator[None]:
     """Context that turns OSErrors of writing the file of a flag into ConfigErrors.
 
-    OSErrors stay if the storage has failed, or denies access since `check_files`, or if the reader
-    of standard output has ended.
+    An OSError is raised unchanged if the storage has failed, or denies access since `check_files`,
+    or if the reader of standard output has ended.
     """
     try:
         yield

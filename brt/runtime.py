@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # By these numbers, mallopt knows its parameters.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # numbers of parameters of mallopt
 _NEVER = 2**31 - 1
 _EXHAUSTED = re.compile(
     "RESOURCE_EXHAUSTED|out of memory|can't start new thread|resource temporarily unavailable",
@@ -87,7 +87,7 @@ def age() -> float:
     """Returns the seconds since this process was started; 0.0 where the system has no /proc."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         # The name of the program, in parentheses, may contain anything. The first field behind it
-        # is the third of all; the 22nd is the time of the start, in ticks since the system's.
+        # is the third; the 22nd is the start of the process, in ticks since the system's start.
         fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
         started = int(fields[22 - 3]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
@@ -149,8 +149,7 @@ def _says_exhausted(error: BaseException) -> bool:
 def use_cpus(count: int | None = None) -> None:
     """Makes jax run on the CPU alone; must be called before jax is asked for its devices.
 
-    `count` is the number of devices that the CPU is divided into; None takes that in XLA_FLAGS, or
-    1.
+    `count` is the number of devices on the CPU; None takes the number in XLA_FLAGS, or 1.
     """
     import jax  # Commands that only parse flags do not need this import.
 
@@ -176,7 +175,7 @@ def use_cpu_without_accelerator(devices: Path = Path("/dev")) -> None:
 def repeating(
     work: Callable[[], object], seconds: float, name: str, at_end: Callable[[], object] = bool
 ) -> Iterator[Callable[[], None]]:
-    """Context in which a daemon thread calls `work` every so many seconds, and `at_end` at the end.
+    """Context in which a daemon thread calls `work` every `seconds`, and `at_end` at the end.
 
     Yields a function that makes the thread call `work` at once. Calls may hang, so the end of the
     context waits for the thread for at most JOIN_SECONDS.

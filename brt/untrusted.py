@@ -32,7 +32,7 @@ _DEEPEST = 100  # Lists and objects in files of a known structure are nested at 
 # process them without reaching Python's limit of recursion. brt checks the depth itself, because
 # the parser has no limit from Python 3.14 on.
 _DEEPEST_PARSED = 200
-# A JSON text has at most this many lists and objects (64 bytes of memory each, three in a file).
+# A JSON text has at most this many lists and objects; each takes 64 bytes of memory, 3 of text.
 _MOST_PARSED = 1 << 24
 # An archive unpacks to at most this many times its size, and _SLACK bytes.
 GROWTH, _SLACK = 64, 64 << 20
@@ -182,7 +182,7 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Returns True if lists and objects are nested too deeply for recursive functions."""
+    """Returns True if lists and objects are nested more than `levels` deep; does not recurse."""
     level = [value]
     for _ in range(levels + 1):
         inner = (
@@ -195,7 +195,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 class LazyArray(NamedTuple):
-    """An array of an .npz file, whose content `read` reads; ValueError if it is damaged."""
+    """An array of an .npz file; `read` returns its content, or raises ValueError for damage."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -203,7 +203,7 @@ class LazyArray(NamedTuple):
 
 
 class _Archive(BufferedReader):
-    """A zip file, of which zipfile cannot read a huge directory."""
+    """A zip file that refuses to read a huge directory."""
 
     def read(self, size: int | None = -1) -> bytes:
         # zipfile reads the whole directory at once.
@@ -219,8 +219,8 @@ def npz(path: Path, growth: int | None = GROWTH) -> Iterator[dict[str, LazyArray
     The content of an array can be read until the context ends. Files whose arrays claim more bytes
     than the file can contain are refused. An uncompressed array cannot have more bytes than the
     file, and a compressed one cannot have more than 1032 times as many. All arrays together have at
-    most `growth` times the bytes of the file, and 64 MiB; None if the caller compares the shapes of
-    the arrays before it reads them. ValueError is raised for other files, damage, and arrays of
+    most `growth` times the bytes of the file plus 64 MiB; None sets no limit, for callers that
+    check the shapes before they read. ValueError is raised for other files, damage, and arrays of
     objects.
     """
     with open_file(path) as file:

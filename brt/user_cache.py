@@ -67,8 +67,8 @@ def make(place: Path) -> None:
 def seal(kind: str, key: str, *, good: bool = True) -> None:
     """Notes in the cache that a file was found to be good, or (`good` False) takes the note back.
 
-    The name of an empty file, the seal, is the `key`, a hash of what was looked at. Errors are
-    ignored, because without a seal, the file is only looked at again.
+    The note, a seal, is an empty file kind/key; `key` is a hash of what was checked. Errors are
+    ignored, because without a seal, the file is only checked again.
     """
     with contextlib.suppress(OSError):
         if (place := directory()) and good:

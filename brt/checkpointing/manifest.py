@@ -5,8 +5,8 @@ needed because the library that stores the arrays notices missing files, but not
 
 Orbax writes each array with Zarr 2: `.zarray` is JSON that describes the array, and each chunk is
 a zstd stream. Both are entries of a key-value store (OCDBT), whose tree is compressed, too. What
-brt reads is fixed here, and no file of the checkpoint chooses another format. Arrays are first
-tried in a child process with bounds, which runs this file.
+brt reads is fixed here, and no file of the checkpoint chooses another format. Arrays are first read
+in a child process, which runs this file with limits of its memory and time.
 """
 
 import hashlib
@@ -28,15 +28,15 @@ from brt import bounded, durable, untrusted
 NAME = "MANIFEST.sha256"
 # Besides its arrays, a checkpoint has at most this many bytes, such as the metadata of its arrays.
 _OTHERS = 64 << 20
-_SECONDS_PER_GB = 20  # for the child process that tries arrays
+_SECONDS_PER_GB = 20  # for the child process that first reads arrays
 _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 
 
 def write(directory: Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
     """Writes MANIFEST.sha256 for all files below `directory`, and flushes all files to disk.
 
-    Files with a `known` checksum, by the path relative to `directory`, are not read, and listed
-    even if they are on other hosts.
+    `known` has checksums of files by their paths relative to `directory`. These files are not read,
+    and are listed even if they are on other hosts.
     """
     sums = {**checksums(directory, known), **known}
     lines = (f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
@@ -45,7 +45,7 @@ def write(directory: Path, known: Mapping[str, str] = MappingProxyType({})) -> N
 
 
 def checksums(directory: Path, known: Collection[str] = ()) -> dict[str, str]:
-    """Returns the checksums of the files below a directory, but for those that are known."""
+    """Returns the checksums of the files below a directory, except for the paths in `known`."""
     sums = {}
     for path in files(directory):
         if (name := path.relative_to(directory).as_posix()) not in known:
@@ -59,8 +59,8 @@ def verify(
 ) -> list[str]:
     """Compares a checkpoint with its MANIFEST.sha256; returns a phrase for each problem.
 
-    Only files whose relative paths are in `only` are read (None: all), and none if the files have
-    far more bytes than the `arrays` of the checkpoint (None: not known).
+    Only files whose relative paths are in `only` are read (None: all). No file is read if the files
+    have far more bytes than the checkpoint's arrays (`arrays`; None: not known).
     """
     try:
         expected = read(directory)
@@ -155,9 +155,9 @@ def open_array(directory: Path, name: str, shape: list[int], dtype: str) -> Any:
 
 
 def check_arrays(directory: Path, arrays: Mapping[str, tuple[list[int], str]]) -> None:
-    """Reads arrays in a child process, unless the same checkpoint was read so before.
+    """Reads arrays in a child process, unless this was done before for the same checkpoint.
 
-    The checksums of the checkpoint must be right. ValueError is raised if an array is not stored as
+    The checksums must have been verified. ValueError is raised if an array is not stored as
     it should be, or takes too much memory.
     """
     sums = untrusted.read_file(directory.parent / NAME)

@@ -33,7 +33,7 @@ _THREADS = 4  # This number of arrays is read at a time.
 
 
 def read_onto_devices(path: Path, stored: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Reads arrays of a checkpoint, after they were read in a child process with bounds.
+    """Reads arrays of a checkpoint, after a child process with limited memory has read them.
 
     `path` is the directory `state` or `frozen`. `stored` has the shape and dtype of every array to
     read, and its sharding (without one: the default device). ValueError is raised if an array is

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import tensorstore
 
-# Of the files that a store consists of: each is uploaded at once. A chunk of an array is in one
-# file, and is therefore not larger, either.
+# The files of a store have at most this size, because each is uploaded at once. A chunk of an array
+# is in one file, and is therefore not larger, either.
 FILE_BYTES = 64 << 20
 
 
@@ -25,7 +25,7 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     chunk: tuple[int, ...]  # the shape of a shard, or of an equal part of it
-    shards: list[tuple[tuple[slice, ...], np.ndarray]]
+    shards: list[tuple[tuple[slice, ...], np.ndarray]]  # places in the array, and values
 
 
 def copied(arrays: Mapping[str, jax.Array]) -> list[Part]:
@@ -89,7 +89,7 @@ def write(directory: Path, parts: Sequence[Part]) -> None:
 
 
 def merge(base: Mapping[str, Any], parts: Sequence[str]) -> dict[str, bytes]:
-    """Writes the store that refers to those of all processes; returns its files.
+    """Writes the store that refers to those of all processes; returns its files by their names.
 
     `base` is TensorStore's spec of the directory in which the `parts` are.
     """

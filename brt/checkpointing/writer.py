@@ -137,7 +137,7 @@ class CheckpointWriter:
         self._last_step: int | None = None
         self._frozen: frozenset[str] = frozenset()
         self._frozen_step: int | None = None
-        # Each process then has a directory of its own, which is copied to a bucket.
+        # True if each process has a directory of its own, which is copied to a bucket.
         self._apart = processes.several() and storage.of(directory).apart
         try:
             directory.mkdir(exist_ok=True)
@@ -146,7 +146,7 @@ class CheckpointWriter:
             if processes.is_first():
                 _clean(directory)
                 newest = max(steps(directory), default=-1)
-                # A run may have ended between saving a step and writing the file.
+                # A run may have ended after it saved a step and before it wrote the file LAST.
                 if newest > (-1 if (last := last_saved(directory)) is None else last):
                     durable.write(directory.parent / LAST, f"{newest}\n".encode())
         except OSError as error:
@@ -194,8 +194,8 @@ class CheckpointWriter:
 
         The method first waits for the previous save. It returns when the arrays have been copied,
         so that the caller may then donate the arrays to a jitted function. If the step was saved by
-        the previous call, the method does nothing. To `meta`, which becomes meta.json, it adds the
-        entries that `reader.read_meta` lists.
+        the previous call, the method does nothing. It saves `meta`, and the entries that
+        `reader.read_meta` lists, as meta.json.
 
         If an array holds NaN or infinity, NonFiniteError is raised and nothing is saved;
         CheckpointError if the save cannot start, or the previous save failed.
@@ -232,7 +232,7 @@ class CheckpointWriter:
         self._pending = self._thread.submit(self._finish, step, text, checksums, parts)
 
     def _arguments(self, arrays: Mapping[str, Any]) -> ocp.args.PyTreeSave:
-        """Returns what orbax is to save: for a bucket, in files that fit into memory at once."""
+        """Returns orbax's arguments; for a bucket, these limit the size of a file."""
         if not storage.of(self._directory).apart:
             return ocp.args.PyTreeSave(arrays)
         limited = ocp.SaveArgs(chunk_byte_size=shards.FILE_BYTES)
@@ -273,7 +273,7 @@ class CheckpointWriter:
         try:
             place = self._place  # None after `close`.
             same = place is None or os.path.samestat(os.stat(self._directory), os.fstat(place))
-        except OSError as error:  # If the storage fails otherwise, the next save reports it.
+        except OSError as error:  # The next save reports other errors of the storage.
             same = not isinstance(error, FileNotFoundError | NotADirectoryError)
         if same:
             return None
@@ -317,7 +317,7 @@ class CheckpointWriter:
         """Completes a save in the background thread, once orbax has written the arrays."""
         partial = self._directory / f"{step}.partial"
         try:
-            # After this, all processes have written their arrays.
+            # Both branches end after all processes have written their arrays.
             if self._apart:
                 checksums = self._write_apart(step, parts)
             else:
@@ -353,13 +353,11 @@ class CheckpointWriter:
     def _write_apart(self, step: int, parts: list[shards.Part]) -> dict[str, str]:
         """Writes and uploads the shards of this process.
 
-        Returns the checksums of the files of all processes to the first process, which then has
-        uploaded, too, what makes the arrays of all of them one store.
+        The first process then merges the stores of all processes into one (`shards.merge`), and
+        returns the checksums of the files of all processes. The other processes return {}.
         """
         partial, place = self._directory / f"{step}.partial", storage.of(self._directory)
-        if (
-            processes.is_first()
-        ):  # The step may have been saved before, and does not count meanwhile.
+        if processes.is_first():  # An earlier checkpoint of the step does not count meanwhile.
             place.removed(self._directory / str(step))
         # The name is new, so that no other trainer writes to it.
         name = processes.from_first(secrets.token_hex(4), "checkpoint name")
@@ -447,7 +445,7 @@ def _delete(path: Path) -> None:
 
 
 def _clean(directory: Path) -> None:
-    """Removes files that a killed run left behind, and renames a checkpoint that is complete."""
+    """Removes files that a killed run left behind, but renames a checkpoint that is complete."""
     # In reverse order, 9.partial comes before 9.deleted. A complete new checkpoint is therefore
     # renamed to 9 before the old checkpoint 9 is deleted.
     for path in sorted(directory.iterdir(), reverse=True):

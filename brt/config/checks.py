@@ -213,7 +213,7 @@ def check_shares(section: object, *names: str, like: str = "") -> None:
 
 
 def check_items(section: object, name: str, known: tuple[str, ...]) -> None:
-    """Refuses a tuple with items that are not in `known`, and brings the items into its order.
+    """Refuses a tuple with items that are not in `known`, and sorts the items as in `known`.
 
     Sections in which users wrote the same items in another order are then equal.
     """
@@ -228,7 +228,7 @@ def check_items(section: object, name: str, known: tuple[str, ...]) -> None:
 
 
 def check_rows(section: Any, longest: str = "") -> None:
-    """Checks what the sections of the data of rows have in common, and settles their sources.
+    """Checks the fields that all sections for rows have, and fills in the held-out sources.
 
     If the user named training rows but no rows for the validation or the test split, the split
     becomes 5 % of the training rows. If the training rows are the default or generated, the split
@@ -275,8 +275,8 @@ def column(section: Any, role: str, usual: str = "") -> str:
 
 
 def check_columns(section: Any, *roles: str) -> None:
-    """Refuses `columns` unless each item is ROLE=COLUMN, with a role of its own; brings the items
-    into the order of the roles.
+    """Refuses `columns` unless the items are ROLE=COLUMN with different ROLEs in `roles`; sorts the
+    items in the order of `roles`.
     """
     form = " or ".join(f"'{role}=COLUMN'" for role in roles)
     for pair in section.columns:

@@ -98,9 +98,9 @@ class Data:
         )
 
     def _memory_tasks(self, split: str) -> tuple[str, ...]:
-        """Returns the sources of the training memory tasks for another split.
+        """Returns sources of another split for the memory tasks in `train`.
 
-        The number of documents is the share of the split (`validation_fraction`, `test_fraction`).
+        The number of documents is that of `train` times `validation_fraction` or `test_fraction`.
         """
         share = getattr(self, f"{split}_fraction")
         tasks = [re.fullmatch(rf"({MEMORY}\w+)/train/(\d+)(.*)", name) for name in self.train]

@@ -57,7 +57,7 @@ def free(default: T, *, cached: bool | str = False, path: Path = "") -> T:
 
 
 def sources(default: T) -> T:
-    """Declares a field, which a resumed run may change, that names the sources of training data."""
+    """Declares a field that names sources of training data, which a resumed run may change."""
     return _field(default, Setting(True, "own", _SOURCES, "data"))
 
 
@@ -126,8 +126,8 @@ def settings(section: type) -> dict[str, Setting]:
 def cached_settings(section: Any) -> dict[str, Any]:
     """Returns the values of a section that determine prepared data, by name of field or property.
 
-    The fields that name sources are left out, because hashes of the files represent them. Of other
-    files only the suffix is returned, for the same reason: a moved file has the same content.
+    The fields that name sources are left out, because hashes of the files represent them. A field
+    that names another file has only the suffix, because a moved file has the same content.
     """
     names: set[str] = set()
     for name, setting in settings(type(section)).items():

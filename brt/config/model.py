@@ -334,7 +334,7 @@ class Model:
         types = [type(section) for section in ordered]
         check(len(set(types)) == len(types), f"Model.kinds has a section twice: {types}")
         placed = layer_kinds(ordered, self.layers)
-        # If there are other kinds, `brt.layers.runs` checks whether one of them recurs.
+        # If there are other kinds, `brt.layers.runs` checks whether one of them is recurrent.
         check(
             not self.feedback or set(placed) != {"window"},
             "Model.feedback = True needs a recurrent layer; name one in Recurrence.layers",
@@ -428,8 +428,8 @@ class Model:
 
         In the copy, `window` is the window of the layer; the length of a block does not change. If
         Window.by_layer sets the window of the layer, the copy has no sinks, and rotary angles with
-        the base `Rotary.local_base` (unless this base is 0). If
-        Rotary.skipped names the layer, the copy has no positions.
+        the base `Rotary.local_base` (unless this base is 0). If Rotary.skipped has True for the
+        layer, the copy has no positions.
         """
         skipped = self.rotary.skipped
         model = self
@@ -464,7 +464,7 @@ class Model:
         return next((own for own in self.kinds if type(own) is section), section())
 
     def without(self, *sections: type[KindSection]) -> "Model":
-        """Returns the same model in which layers of some kinds become sliding-window layers."""
+        """Returns settings in which the layers of `sections` are sliding-window layers instead."""
         kinds = tuple(section for section in self.kinds if type(section) not in sections)
         return dataclasses.replace(self, kinds=kinds)
 

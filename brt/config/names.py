@@ -92,7 +92,7 @@ def class_field_types() -> dict[str, Any]:
 
 
 def names_in_weights() -> set[str]:
-    """Returns the names of the settings that the weights of Training.init_from have, too."""
+    """Returns the names of settings that may take their values from Training.init_from."""
     return {name for name in field_types() if declaration(name).warm_start != "own"}
 
 

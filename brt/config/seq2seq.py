@@ -76,7 +76,7 @@ class Seq2Seq:
 
     @property
     def tied_logits(self) -> bool:
-        """True if the embedding computes the logits; otherwise they have a matrix of their own."""
+        """True if logits are computed with the embedding, False if with a separate matrix."""
         return self.logits.startswith("tied")
 
     @property

@@ -1,8 +1,8 @@
 """Renders conversations with the chat template of a tokenizer, and encodes them.
 
 A template is a program in the language Jinja, which anybody may have written. It runs in Jinja's
-sandbox and in a child process, and may take only so much memory and time. The texts and ids are
-those of `apply_chat_template` of transformers 5, which has the same variables and filters, with
+sandbox and in a child process, with limited memory and time. It has the variables and filters of
+`apply_chat_template` of transformers 5, and gives the same texts and ids as this function with
 `sanitize_control_tokens`: names of special tokens inside of messages are text.
 """
 
@@ -64,7 +64,7 @@ def answers(tokenizer: "Tokenizer", messages: Any) -> list[tuple[str | int, bool
     """Returns a conversation up to its last answer: texts and ids of special tokens, each with True
     if the assistant says it.
 
-    An answer has the special token that ends it, but not the white space after this token. Raises
+    An answer includes the special token that ends it, but no white space after the token. Raises
     DataError as `render` does, and if the template changes an answer when further messages follow.
     """
     messages = checked(messages)
@@ -97,7 +97,7 @@ def fingerprint(tokenizer: "Tokenizer") -> str:
 
 
 def checked(messages: Any) -> list[dict[str, str]]:
-    """Returns messages with the keys "role" and "content" alone; raises DataError for others."""
+    """Returns messages with only the texts "role" and "content"; raises DataError for others."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise DataError(
             "a conversation must be a list of {'role': 'user', 'content': 'TEXT'}, and not "
@@ -145,7 +145,7 @@ def _marked(
 def _parts(tokenizer: "Tokenizer", text: str, marks: tuple[str, str]) -> list[str | int]:
     """Returns the texts and the special tokens of a rendered text whose messages are marked."""
     names, (begin, end) = _names(tokenizer).pattern, marks
-    # A name inside of a message is divided after its first character, so that no piece is found.
+    # A marked name is divided after its first character, so that it is no special token.
     text = re.sub(f"{begin}({names}){end}", lambda name: name[1][0] + begin + name[1][1:], text)
     found: list[str | int] = []
     for i, part in enumerate(re.split(f"({names})", text)):
@@ -179,7 +179,7 @@ def _worker() -> bounded.Worker:
 
 
 def _template(tokenizer: "Tokenizer") -> tuple[str, dict[str, Any]]:
-    """Returns the chat template of a tokenizer, and the variables that do not change."""
+    """Returns the chat template of a tokenizer, and the variables that all messages share."""
     files = tokenizer.beside
     try:
         config = untrusted.checked_json(files.get(_CONFIG, b"{}"), {})
@@ -188,7 +188,7 @@ def _template(tokenizer: "Tokenizer") -> tuple[str, dict[str, Any]]:
             found = files[_FILE].decode("utf-8")
         else:
             found = config.get("chat_template") or old.get("chat_template")
-        if isinstance(found, list):  # Several templates have names.
+        if isinstance(found, list):  # Each of several templates has a name.
             untrusted.check(found, [{"name": str, "template": str}], "chat_template")
             found = {each["name"]: each["template"] for each in found}.get("default")
         untrusted.check(found, str | None, "chat_template")
@@ -200,7 +200,7 @@ def _template(tokenizer: "Tokenizer") -> tuple[str, dict[str, Any]]:
 
 
 def _answer(request: bytes) -> bytes:
-    """Renders a conversation in the child process."""
+    """Renders a conversation in the child process; returns its text, or a problem, as JSON."""
     template, variables = json.loads(request)
     parts, free = list[str](), _GROWTH * (len(request) + (1 << 10))
     try:

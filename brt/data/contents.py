@@ -70,7 +70,7 @@ def refuse_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def content(file: File) -> Iterator[bytes]:
-    """Yields the decompressed bytes of a file of any kind in parts; BadRecord about damage."""
+    """Yields the decompressed bytes of any file in parts; raises BadRecord if it is damaged."""
     try:
         with open(file.path, "rb") as raw:
             yield from _decompressed(file, raw)
@@ -204,7 +204,7 @@ def parse_json(name: str, number: int, data: bytes, errors: str = "strict") -> R
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Returns a phrase such as "is not UTF-8 at byte 7 (0xff)", or that the bytes are no text."""
+    """Returns a phrase such as "is not UTF-8 at byte 7 (0xff)", or "is not text: ..."."""
     text = error.object.decode("utf-8", "replace")
     if fault := plain_text.binary(plain_text.unreadable(text), len(text)):
         return fault

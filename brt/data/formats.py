@@ -60,7 +60,7 @@ def kind(name: str) -> str:
 
 
 HEAD = 1024  # This number of bytes at the start of a file is inspected.
-BEGIN = 64  # Binary files have several control characters among this number of bytes.
+BEGIN = 64  # Binary files have several control characters in this number of first bytes.
 
 
 class FileSignature(NamedTuple):
@@ -168,7 +168,7 @@ def _known_signature(head: bytes) -> tuple[str, str] | None:
 
 
 def _wide(head: bytes) -> tuple[str, str] | None:
-    """Detects UTF-16 and UTF-32, with or without a byte order mark."""
+    """Returns the kind and a remedy of UTF-16, or of UTF-32 with a byte order mark; or None."""
     code = next((code for mark, code in _WIDE if head.startswith(mark)), "")
     half = len(head) // 2
     even, odd = head[: 2 * half : 2].count(0), head[1 : 2 * half : 2].count(0)
@@ -183,7 +183,7 @@ def _wide(head: bytes) -> tuple[str, str] | None:
 
 
 def _binary(whole: str, head: bytes) -> tuple[str, str] | None:
-    """Detects other files that are not text, which begin with control characters."""
+    """Returns the kind and a remedy of a file that begins with control characters; or None."""
     begin = head[:BEGIN].decode("utf-8", "replace")
     if plain_text.unreadable(begin) <= plain_text.FEW or b"\0" not in head:
         return None

@@ -51,8 +51,8 @@ def gather(
 
     The targets are the tokens of the documents. The inputs are the same tokens, shifted by one: BOS
     comes first, and is the input from which the first token of a document is predicted. If the
-    store has an end token, it is the last target of each document, and never an input. Of pairs,
-    only the completions are scored. The batch has B rows of N * window tokens. Its array
+    store has an end token, it is the last target of each document, and never an input. If the store
+    has spans, only tokens in spans are scored. The batch has B rows of N * window tokens. Its array
     `document_start` [B, N] is True for the first block of a document and for blocks of padding.
 
     Args:
@@ -70,7 +70,7 @@ def gather(
     column = np.arange(-1, window)
     # `stored` is like `remaining`, but without the end token and without the limit of `lengths`.
     stored = (store.offsets[document + 1] - store.offsets[document] - past)[..., None]
-    # No token of the document before is read, which may be elsewhere in a bucket.
+    # Only tokens of the document itself are read, because others may be far away in a bucket.
     inside = np.maximum(past[..., None] + np.minimum(column, stored - 1), np.minimum(stored, 1) - 1)
     index = store.offsets[document][..., None] + inside
     tokens = store.tokens[np.where(remaining > 0, np.maximum(index, 0), 0)].astype(np.int32)
@@ -109,7 +109,7 @@ class LaneReader(Reader):
     def _blocks(
         self, step: int, lanes: Sequence[int] | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the blocks that a step reads.
+        """Returns the blocks that a step reads in some lanes; None stands for all lanes.
 
         These are int [B, N], the index of each block's document, -1 for padding; int [B, N], the
         index of each block in its document; and bool [N], True for a block at which all lanes
@@ -163,12 +163,12 @@ class LaneReader(Reader):
     @property
     def identity(self) -> dict[str, Any]:
         sizes = {"segment_length": self.segment_length, "window": self.window}
-        # No other setting changes batches and may differ from the checkpoint of a resumed run.
+        # A resumed run must keep the end token, although Data.score_ends is declared as `free`.
         ends = None if self.store.end_id < 0 else self.store.end_id
         return {**super().identity, **sizes, "score_ends": ends}
 
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the order of documents, and the block index at which each of them begins."""
+        """Returns `order`, and the block at which each document begins, int [documents + 1]."""
         counts = block_counts(self.store.lengths, self.window)
         return order, np.r_[0, np.cumsum(counts[order])]
 
@@ -196,7 +196,7 @@ class BatchIterator(Iterator[Any]):
         return {"step": self._batches.get_state()["next_index"], **self._reader.identity}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to the step of a state; raises ConfigError about other data or settings."""
+        """Moves to the step of a state; raises ConfigError if data or settings differ."""
         different = [
             f"{name} was {state.get(name)} and is {value}"
             for name, value in self._reader.identity.items()
@@ -223,7 +223,7 @@ def evaluation_batches(
 ) -> Iterator[tuple[Batch, np.ndarray]]:
     """Yields batches that read every document once from its start to its end, in parallel lanes.
 
-    With each batch comes int32 [B, N], the index of the document of each of the N blocks that the B
+    Each batch comes with int32 [B, N], the index of the document of each of the N blocks that the B
     lanes read; -1 is padding. If `tokens_per_document` is not 0, only this number of tokens at the
     beginning of each document is read.
     """
@@ -250,8 +250,8 @@ def evaluation_lanes(
     window: int,
     tokens_per_document: int = 0,
 ) -> int:
-    """Returns the smallest number of lanes with which a split is read in as few steps as with
-    `most`; the longest document alone may take all of them.
+    """Returns the smallest number of lanes that read a split in as few steps as `most` lanes. Few
+    lanes suffice where one long document determines the number of steps.
     """
     count = blocks_per_segment(segment_length, window)
     counts = block_counts(_limited(store, tokens_per_document), window)
@@ -298,7 +298,7 @@ class StagedReader(LaneReader):
     without state, as at the beginning of a run.
     """
 
-    # For each stage its first step, which ascend from 0, and the number of documents that it reads.
+    # The first step of each stage (ascending from 0), and the number of documents that it reads.
     stages: tuple[tuple[int, int], ...]
 
     def __getitem__(self, step: int) -> Batch:

@@ -18,8 +18,8 @@ class LostBytes:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self._unknown = tokenizer, tokenizer.unk_id
         self._differs = False
-        # For each byte, this array counts how often it occurs in the text, less how often it occurs
-        # in the decoded tokens. Chunks that are decoded exactly contribute nothing.
+        # For each byte, this array counts how often it occurs in the text, minus how often in the
+        # decoded tokens. Chunks that are decoded exactly contribute nothing.
         self._counts = np.zeros(256, np.int64)
         self.unknown = 0  # the number of unknown tokens so far
 

@@ -109,7 +109,7 @@ def atomic_directory(
     Args:
       shared: the treatment of a directory that another process has created in the meantime: True
         uses the other directory, and False raises an error.
-      setting: the setting that names the directory, for error messages; "" if the user did.
+      setting: the setting that names the directory, for error messages; "" if the user named it.
       explained: function from the directory to a context that converts OSErrors to errors with a
         helpful message; None converts them to DataErrors.
 
@@ -138,7 +138,7 @@ def atomic_directory(
 
 
 def _rename(content: Path, directory: Path, shared: bool) -> None:
-    """Renames a complete directory; if the name cannot be made durable, removes the name again."""
+    """Renames a complete directory; undoes it if it cannot be made durable and is not `shared`."""
     try:
         content.rename(directory)  # Renaming replaces an empty directory, but no other one.
     except OSError:

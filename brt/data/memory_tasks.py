@@ -60,7 +60,7 @@ _SHORTEST = 3
 
 
 class Memory(NamedTuple):
-    """The settings in the name of a source of a memory task; see the module docstring."""
+    """The settings of a memory task, read from the name of a source; see the module docstring."""
 
     task: str
     split: str
@@ -82,7 +82,7 @@ class Memory(NamedTuple):
 def parse(source: str) -> Memory:
     """Returns the settings in the name of a source; those left out have the task's defaults.
 
-    The name of a document, which is that of its source followed by `#NUMBER`, may also be given.
+    `source` may also be the name of a document: the name of its source, and `#NUMBER`.
     """
     name = source.partition("#")[0]
     match = re.fullmatch(rf"{MEMORY}(\w+)/(\w+)/([1-9]\d*)(?:\?(.*))?", name)
@@ -254,7 +254,7 @@ def _value(memory: Memory, random: RandomState) -> str:
 
 
 def _owned(memory: Memory, draw: Callable[[], T]) -> T:
-    """Returns the first draw that belongs to the split according to its hash."""
+    """Returns the first result of `draw` whose hash belongs to the split of `memory`."""
     for _ in range(_DRAWS):
         drawn = draw()
         if hashlib.sha256(str(drawn).encode()).digest()[0] % 8 in SHARES[memory.split]:

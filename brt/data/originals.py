@@ -1,7 +1,7 @@
-"""The files beside a tokenizer in a directory of Hugging Face, which brt keeps as they are.
+"""The files beside a tokenizer in a Hugging Face model's directory, which brt keeps unchanged.
 
 They say how transformers uses the tokenizer and the model: chat templates, special tokens, settings
-of generation. An export gives them back. Where brt stores a tokenizer (in a run, or with prepared
+of generation. An export contains them. Where brt stores a tokenizer (in a run, or with prepared
 data), the files are in the subdirectory `original` beside the file of the tokenizer.
 """
 
@@ -52,9 +52,9 @@ def read(tokenizer: Path) -> dict[str, bytes]:
 
 
 def base_of(directory: Path) -> Path | None:
-    """Returns the directory of the model that an adapter (PEFT) is added to: the adapter's own, the
-    one that adapter_config.json names, or the one that the adapter's directory lies in. The result
-    is None if none of them has a model, or if `directory` has no adapter.
+    """Returns the directory of the model that an adapter (PEFT) is added to: `directory`, the
+    one that adapter_config.json names, or the parent of `directory`. Returns None if none of them
+    has a model, or if `directory` has no adapter.
     """
     try:
         content = untrusted.read_json(directory / ADAPTER, {})

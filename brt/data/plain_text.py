@@ -17,7 +17,7 @@ MARK = "\ufeff"  # The byte order mark may be the first character of a text.
 REPLACE = "Data.errors = 'replace'"
 _HALF = re.compile("[\ud800-\udfff]")
 _PIECE = 1 << 16
-# So many characters of a text, or this share of them, may be U+FFFD or control characters.
+# In a text, `FEW` characters, or the share `MOST` of them, may be U+FFFD or control characters.
 FEW, MOST = 7, 0.1
 # Signs of binary data; the control characters that are left out occur in texts (colours, ...).
 _CONTROLS = bytes({*range(32), 127} - {*b"\1\b\t\n\v\f\r\x1b\x1c\x1d\x1e\x1f"})
@@ -44,7 +44,7 @@ def unreadable(text: str) -> int:
 def binary(count: int, size: int) -> str:
     """Returns the phrase "is not text: ..." if `count` of `size` characters are unreadable.
 
-    The result is "" if these are at most `FEW` characters or the share `MOST`.
+    Returns "" if `count` is at most `FEW`, or at most the share `MOST` of `size`.
     """
     if count <= max(FEW, MOST * size):
         return ""

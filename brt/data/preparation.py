@@ -66,7 +66,7 @@ MANIFEST = manifests.CORPUS
 READING = 3
 # This seed determines the sample of text that a tokenizer is trained on.
 SEED = 0
-NAMED = 3  # The description of a split has this number of names of documents.
+NAMED = 3  # The description of a split lists at most this number of names of documents.
 _KIND = {
     "key": str,
     "sources": {str: [{"name": str, "bytes": int, "sha256": str}]},
@@ -79,7 +79,7 @@ _KIND = {
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Returns the manifest of a directory of prepared data, or raises DataError about damage."""
+    """Returns the manifest of a directory of prepared data; raises DataError if it is damaged."""
     manifest = manifests.read(directory / MANIFEST, _KIND)
     with manifests.explaining_damage(directory, "corpus"):
         if coverage := manifest.get("tokenizer", {}).get("coverage"):
@@ -114,9 +114,9 @@ class Corpus(Generic[Encoder, Opened]):
     def described(self) -> dict[str, dict[str, Any]]:
         """Returns a JSON description of each split, by the name of the split.
 
-        It contains the number of rows (under the key `rows`), the size in bytes, a few names, the
-        hash of the content, a phrase about the way in which the split was held out of the training
-        data ("" if it has sources of its own), and the source files, if there is a manifest.
+        It contains the number of rows (the key is the value of `rows`), the size in bytes, a few
+        names of rows, the hash of the content, a phrase that says how the split was held out of the
+        training data ("" if it was not), and the source files ([] without a manifest).
         """
         known = (self.directory / MANIFEST).is_file()
         manifest = read_manifest(self.directory) if known else {"sources": {}}
@@ -155,7 +155,7 @@ class Preparation(abc.ABC):
         self.shares = self.held_out_shares()
 
     def held_out_shares(self) -> dict[str, float]:
-        """Returns for each split that is held out of Data.train its fraction of that data."""
+        """Returns the fraction of Data.train that each held-out split gets, by the split."""
         shares = {split: share_of(self.section, split) for split in SPLITS[1:]}
         return {split: share for split, share in shares.items() if share}
 
@@ -231,7 +231,7 @@ class Preparation(abc.ABC):
             settings and sources that the manifest will have; it returns further entries of the
             manifest.
           output: the directory to write; None selects a directory in the cache, named by a hash. If
-            it contains something other than these data, DataError is raised.
+            the directory contains other data, DataError is raised.
           more: further values, as JSON, that determine the content.
         """
         section = self.section
@@ -283,7 +283,7 @@ class Preparation(abc.ABC):
         return {}
 
     def load_prepared(self, file: Path) -> Any:
-        """Returns the object that encoded the data, which `file` among the prepared data holds."""
+        """Returns the object that encoded the data; `file` is its place in the prepared data."""
         return self.load(str(file))
 
     @staticmethod
@@ -318,13 +318,13 @@ class Preparation(abc.ABC):
                 )
 
     def key_values(self) -> dict[str, Any]:
-        """Returns further values, as JSON, that determine the data and its key in the cache."""
+        """Returns JSON that determines the data and its cache key besides settings and sources."""
         return {}
 
     def begin(self, directory: Path) -> dict[str, Any]:
-        """Creates the object that encodes the data, before the first store is written; saves it.
+        """Creates and saves the object that encodes the data, before the first store is written.
 
-        The result is entries of the manifest that describe the object. The default creates nothing.
+        Returns the manifest's entries about the object; {} without an object, which is the default.
         """
         return {}
 
@@ -351,7 +351,7 @@ class Preparation(abc.ABC):
             output.say(text)
 
     def bar(self, split: str, **unit: Any) -> tqdm:
-        """Returns a progress bar, which only a terminal shows; `unit` goes to tqdm."""
+        """Returns a progress bar, which only a terminal shows; `unit` has arguments of tqdm."""
         hidden = not (self.progress and sys.stderr.isatty())
         return tqdm(desc=f"preparing {split}", disable=hidden, **unit)
 
@@ -446,9 +446,9 @@ class TokenizedPreparation(Preparation):
         return {} if self._size else {"tokenizer": self.load(self.section.tokenizer).fingerprint}
 
     def load_prepared(self, file: Path) -> Any:
-        """Returns the tokenizer that encoded the data. If the section names its file, the tokenizer
-        is read from there, with the files beside it: models with the same tokenizer share prepared
-        data, but not the settings beside it.
+        """Returns the tokenizer that encoded the data: from `file` if it was trained, otherwise
+        from the file that the section names, with the settings beside that file. Models with equal
+        tokenizers share prepared data, but these settings may differ.
         """
         return self.load(str(file) if self._size else self.section.tokenizer)
 
@@ -475,10 +475,10 @@ class TokenizedPreparation(Preparation):
 
 
 class TextPreparation(TokenizedPreparation, RowPreparation):
-    """Base class that prepares rows of texts, whose sources may be files or generated."""
+    """Base class that prepares rows of texts, which are read from files or generated."""
 
     special = text_tokenizers.ROBERTA
-    version: int  # of the generated texts; it is increased when these texts change
+    version: int  # the version of the generated texts, which is increased when they change
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
         """Returns a hash of each file, and of the name and version of each generated source."""
@@ -523,7 +523,7 @@ class DocumentPreparation(TokenizedPreparation):
         return values
 
     def values_from_train(self) -> dict[str, Any]:
-        """Returns the chat template, which the fingerprint of the tokenizer does not include."""
+        """Returns a hash of the chat template, which the tokenizer's fingerprint does not cover."""
         messages = column(self.section, "messages")
         return {"template": chat.fingerprint(self.tokenizer)} if messages else {}
 
@@ -660,8 +660,8 @@ def _lost(store: TokenStore) -> str:
 def _refuse_shared_texts(partial: Path, stores: Mapping[str, TokenStore]) -> None:
     """Raises DataError if a document of one split has the same text as a document of another.
 
-    `stores` are two token stores by the name of the split, the first of which was written first;
-    `partial` has their digests (see `token_store.Writer`).
+    `stores` has two token stores by split; documents of TensorFlow datasets in the second are
+    exempt. The directory `partial` has a directory with digests for each split (`token_store`).
     """
     (first, first_store), (second, second_store) = stores.items()
     earlier, later = (np.fromfile(partial / split / token_store.DIGESTS, "S32") for split in stores)

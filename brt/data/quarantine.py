@@ -78,7 +78,7 @@ class BadRow(NamedTuple):
 
 
 class Tally:
-    """Counts the rows of a split (`rows`), and separates those that cannot be used (`bad`).
+    """Counts the rows of a split (`rows`), and those of them that cannot be used (`bad`).
 
     `skip` is the setting that error messages recommend to a user who wants to train without the bad
     rows. `progress` is called for each row.

@@ -65,10 +65,10 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Assigns the data of an epoch to its steps; `order` has indices of the store's items.
+        """Assigns the data of an epoch to its steps.
 
-        They are in the order in which the epoch reads the items. A subclass defines the content of
-        the two returned arrays, and uses them in `__getitem__`.
+        `order` has the indices of the store's items, in the order in which the epoch reads them. A
+        subclass defines the content of the two returned arrays, and uses them in `__getitem__`.
         """
 
     def epoch(self, step: int) -> float:
@@ -157,7 +157,7 @@ class RowReader(Reader):
 
     @classmethod
     def settings(cls, section: Any) -> dict[str, Any]:
-        """Returns the fields that a config section determines, by name."""
+        """Returns the fields of the reader that a config section determines, by name."""
         return {"buckets": section.buckets}
 
     @classmethod

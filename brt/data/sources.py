@@ -80,10 +80,10 @@ class FileHash(NamedTuple):
 
 
 def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
-    """Returns the files of a source in reading order; DataError if there are none.
+    """Returns the files of a source in reading order; raises DataError if it names none.
 
-    The files of generated documents are the novels from which the documents take text. From a
-    directory, files with the suffixes `endings` are read, but neither hidden nor empty ones.
+    Files of a directory are those with the suffixes `endings` that are neither hidden nor empty.
+    Files of generated documents are the novels that they take text from, if they take any.
     """
     if source.startswith("corpus:"):
         return _corpus_files(source, endings)
@@ -160,9 +160,9 @@ def hashed(file: File) -> FileHash:
 
 
 def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Path] = ()) -> str:
-    """Returns a sentence that counts the files of a directory that are not read, or "".
+    """Returns a sentence that counts the files of a directory that are not read; "" for none.
 
-    The files that are read are those with the suffixes `endings`, and `read`.
+    Files are read if they have one of the suffixes `endings` or are in `read`.
     """
     path = Path(storage.matching(source))
     if not path.is_dir():

@@ -1,4 +1,4 @@
-"""What the files of a directory of Hugging Face say of special tokens.
+"""Reads what the files in a Hugging Face model's directory say of special tokens.
 
 They say with which token a document begins, which tokens end a text, and which tokens were added to
 the file of the tokenizer.
@@ -43,7 +43,7 @@ class Statements(NamedTuple):
 
     begin: tuple[Claim, ...] = ()  # the tokens that begin a document
     end: tuple[Claim, ...] = ()  # the tokens that end a text
-    added: tuple[Added, ...] = ()  # by id
+    added: tuple[Added, ...] = ()  # in the order of ids
     notes: tuple[str, ...] = ()  # contradictions about what transformers puts around a text
 
 
@@ -77,7 +77,7 @@ def read(
 
 
 def named(files: Mapping[str, bytes], keys: Iterable[str]) -> dict[str, str]:
-    """Returns the special tokens that files name under some `keys`, such as "eos_token"."""
+    """Returns the pieces that files name under `keys`, such as "eos_token", by the key."""
     contents = {name: _json(name, files[name]) for name in _NAMING if name in files}
     found = {key: _pieces(contents, key) for key in keys}
     return {key: f"{claims[0].token}" for key, claims in found.items() if claims}
@@ -134,7 +134,7 @@ def missing(
 def identity(content: bytes, token: int, default: int, added: list[Added]) -> bytes:
     """Returns bytes that determine the ids of texts; `content` alone where no file changes them.
 
-    Documents would begin with `default`, and not with `token`, if there were no files beside it.
+    `token` is the id of BOS; without files beside the tokenizer, it would be `default`.
     """
     if token == default and not added:
         return content
@@ -162,7 +162,7 @@ def _edges(described: Mapping[str, Any], place: int, name: str) -> list[str]:
     """Returns the special tokens that the post-processor of a tokenizer.json puts at one end.
 
     `place` is the index of the token in a template, 0 at the start of a text and -1 at its end;
-    `name` is its name in a processor of the kind of BERT's.
+    `name` is the token's key in a RobertaProcessing or BertProcessing.
     """
     steps = described.get("post_processor")
     steps = _part(steps, "processors") or [steps]
@@ -180,7 +180,7 @@ def _edges(described: Mapping[str, Any], place: int, name: str) -> list[str]:
 
 
 def _default(contents: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
-    """Returns the BOS that transformers puts before a text if no file names one: "<s>".
+    """Returns the BOS, "<s>", that transformers puts before a text if no file names one; or [].
 
     transformers puts a BOS if tokenizer_config.json says `add_bos_token`; but it ignores this key,
     and `add_eos_token`, if there is a tokenizer.json, whose post-processor decides.
@@ -227,7 +227,7 @@ def _piece(token: Any) -> str | None:
 
 
 def _ids(contents: Mapping[str, Mapping[str, Any]], key: str) -> list[Claim]:
-    """Returns a claim for every id, of which a file may give one or a list."""
+    """Returns a claim for every id under a key, where a file may have one id or a list."""
     found = []
     for name in ("config.json", "generation_config.json"):
         ids = contents.get(name, {}).get(key)

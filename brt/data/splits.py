@@ -48,9 +48,9 @@ class Plan:
         self._data = data
         self.bad = Quarantine(data.max_bad_records)
         self._fractions = fractions_of(data)
-        # If a wanted split is a part of Data.train, one of these has an entry for each document of
-        # Data.train, in reading order: the index in SPLITS of the document's split; or, if the ends
-        # of documents are held out, the part of the document that belongs to each split.
+        # If a wanted split is a part of Data.train, one of the next two attributes has an entry per
+        # document of Data.train, in reading order: the index in SPLITS of the document's split; or,
+        # if ends of documents are held out, the part of the document that belongs to each split.
         self._split_of = np.zeros(0, np.int8)
         self._parts: list[Parts] = []
         what = "{:.0%} of the documents of Data.train"
@@ -99,7 +99,7 @@ def fractions_of(data: config.Data) -> dict[str, float]:
 
 
 def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
-    """Returns the split of each document: "train", or one of those with `fractions`.
+    """Returns the split of each document: "train", or a key of `fractions`.
 
     The assignment depends on the hashes of the file names (without directories), so the result is
     the same on every machine. Every split gets at least one document.
@@ -119,8 +119,8 @@ def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
 def held_out_ends(document: Document, length: int, fractions: Mapping[str, float]) -> Parts:
     """Returns the range of a document's characters that belongs to each split.
 
-    The beginning of the document, which has `length` characters, is for training, and the end is
-    divided among the held-out splits. A document that is too short, or a pair, raises DataError.
+    The document has `length` characters. Its beginning is for training, and its end is divided
+    among the held-out splits. A document that is too short, or a pair, raises DataError.
     """
     if document.parts:
         raise DataError(
@@ -154,7 +154,7 @@ class Shares:
     """Function from the content of a row to the row's split.
 
     A hash of the content determines the split. `shares` is the fraction of the distinct contents
-    that each held-out split gets. Every split gets at least one; too few distinct contents raise
+    that each held-out split gets, at least one content. Too few distinct contents raise
     DataError.
     """
 
@@ -224,7 +224,7 @@ def _texts(chunks: Iterable[str], windows: Sequence[tuple[int, int]]) -> list[st
 
 
 def _border(text: str) -> int:
-    """Returns the position after the first paragraph of a text, or after its first line or word."""
+    """Returns the position after the first paragraph of a text, or else its first line or word."""
     matches: Iterator[Any] = (re.search(border, text) for border in BORDERS)
     return next((match.end() for match in matches if match), 0)
 

@@ -40,7 +40,8 @@ COLUMNS = "rows.npz"  # The file of this name contains the columns of a store.
 class OnDisk:
     """A one-dimensional array of `size` little-endian values in a file.
 
-    Indexing with a slice, or with indices, int64 [..., K], reads a copy, as from a NumPy array.
+    A slice, or an array of indices, int64 [..., K], selects values as in a NumPy array, but reads
+    a copy of them from the file.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, size: int, offsets: np.ndarray | None = None):
@@ -102,7 +103,7 @@ class Ragged:
     """Rows of different lengths; row i is values[offsets[i]:offsets[i + 1]]."""
 
     values: np.ndarray | OnDisk  # [elements, ...], the elements of all rows, one after another
-    # int64 [rows + 1], the index of each row's first element, and the number of elements
+    # int64 [rows + 1], the index of each row's first element, and last the number of elements
     offsets: np.ndarray
 
     def __len__(self) -> int:
@@ -119,7 +120,7 @@ class Ragged:
 
     @classmethod
     def checked(cls, values: np.ndarray | OnDisk, offsets: np.ndarray) -> "Ragged":
-        """Raises ValueError unless the offsets ascend from 0 to len(values)."""
+        """Returns the rows; raises ValueError unless the offsets ascend from 0 to len(values)."""
         if (
             offsets.dtype != np.int64 or offsets.ndim != 1 or not len(offsets) or offsets[0] != 0
             or offsets[-1] != len(values) or (offsets[1:] < offsets[:-1]).any()
@@ -136,7 +137,7 @@ class Ragged:
 
 
 def row_offsets(lengths: Sequence[int]) -> np.ndarray:
-    """Returns int64 [rows + 1], the index at which each row begins, and the sum of all lengths."""
+    """Returns int64 [rows + 1], the index at which each row begins, and last the sum of lengths."""
     return np.r_[0, np.cumsum(np.array(lengths, np.int64))].astype(np.int64)
 
 
@@ -223,7 +224,7 @@ class RowStore(Store):
 
 
 class Files(NamedTuple):
-    """The content of a store's directory, from which a subclass of RowStore is made."""
+    """The content of a store's directory, from which a subclass of Store is made."""
 
     directory: Path
     manifest: Mapping[str, Any]
@@ -236,10 +237,8 @@ class Files(NamedTuple):
     def on_disk(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
         """Returns rows of different lengths, whose values are in a file of a `RaggedWriter`.
 
-        A row is read when it is indexed.
-
-        `offsets` is int64 [rows + 1], the index of each row's first value, and the number of
-        values.
+        A row is read when it is indexed. `offsets` is int64 [rows + 1], the index of each row's
+        first value, and last the number of values. `count` is as in `check`.
         """
         path = self.directory / file
         last = int(offsets.flat[-1]) if offsets.size else 0
@@ -306,7 +305,7 @@ def verify(directory: Path) -> None:
 def _list(name: str, column: np.ndarray) -> tuple[Any, ...]:
     items = untrusted.parse_json(column.tobytes().decode("utf-8"))
     whole = isinstance(items, list)
-    if whole and {*map(type, items)} <= {str}:  # There may be millions of them.
+    if whole and {*map(type, items)} <= {str}:  # This is fast for millions of texts.
         return tuple(items)
     for item in items if whole else [items]:
         untrusted.check(item, [str] if isinstance(item, list) else str, f"a part of {name}")

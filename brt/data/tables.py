@@ -110,7 +110,7 @@ def rows(file: File, header: tuple[str, ...] = ()) -> Iterator[Row]:
         case "csv":
             return _separated(file, csv.reader(_lines(file), strict=True))
         case "tsv":
-            # Values have no quotes.
+            # TSV has no quotation, so a quote is a part of a value.
             lines = (line.removesuffix("\n").removesuffix("\r") for line in _lines(file))
             return _separated(file, (line.split("\t") if line else [] for line in lines), header)
         case _:
@@ -231,7 +231,7 @@ def _separated(
 
 
 def _unescaped(text: str) -> str | bytes:
-    """Returns the original bytes if some of them were not UTF-8."""
+    """Returns a text unchanged, or as the original bytes if some of them were not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -292,7 +292,7 @@ def _unpacked(file: File) -> Any:
 
 
 def _column(column: Any) -> list[Any]:
-    """Converts a column to Python as JSON would have it, but a text to bytes.
+    """Returns the values of a column as Python objects like those of JSON, but texts as bytes.
 
     Lists and structs become lists and dicts; other types than texts and numbers become `Unread`.
     """

@@ -12,8 +12,8 @@ Documents are encoded chunk by chunk. The chunks of several documents are encode
 all cores are used for short documents, too. While a thread encodes some chunks, the caller's thread
 reads the next ones.
 
-Until the store is complete, its content is in files of a directory of its own, so that a killed
-process loses only its last documents:
+Until the store is complete, its content is in the files of a separate directory, so that a process
+that is killed loses only the last documents:
 
     tokens.bin     the tokens of all documents
     counts.bin     int64 [documents, 5]: tokens, bytes, characters, words and lost bytes
@@ -66,7 +66,7 @@ class Chunk(NamedTuple):
     name: str | None  # the name of the document if this is its first chunk
     text: str
     ids: np.ndarray = np.zeros(0, np.int32)  # the tokens, int32 [T], once they are known
-    scored: bool | None = None  # True if a completion; None if the document has no such parts
+    scored: bool | None = None  # True in a completion, False in a prompt, None if all is scored
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chunk]:
@@ -103,7 +103,7 @@ def _batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[li
 
 
 def _chunks(document: Document, tokenizer: Tokenizer) -> Iterator[Chunk]:
-    """Yields the chunks of a document without its name; those of special tokens have no text."""
+    """Yields the chunks of a document (`name` is None); special tokens are chunks without text."""
     if document.parts is None:
         yield from (Chunk(None, text) for text in tokenizer.cut(document.chunks) if text)
         return
@@ -126,8 +126,8 @@ def _chunks(document: Document, tokenizer: Tokenizer) -> Iterator[Chunk]:
 class Counter:
     """Counts and hashes a document while its chunks are written.
 
-    Counted are the tokens, and of the text that is scored, the UTF-8 bytes, code points, words (as
-    by `str.split`) and lost bytes.
+    It counts all tokens, but UTF-8 bytes, code points, words (as by `str.split`) and lost bytes
+    only in the text that is scored.
     """
 
     def __init__(self, name: str, tokenizer: Tokenizer):
@@ -161,8 +161,8 @@ class Counter:
         return len(data)
 
     def end(self, writer: "Writer") -> None:
-        # The last span has the place behind the last token, where the end token is scored, unless
-        # the text has an end of its own.
+        # The last span includes the position after the last token, where the end token is scored,
+        # unless the text itself ends with a special token.
         if self._spans and not self._is_special:
             self._spans[-1][1] += 1
         writer.add_spans(self._spans)
@@ -188,7 +188,7 @@ _KIND = {"documents": int, "bytes": int, "unknown": int, "sizes": dict.fromkeys(
 
 
 class Row(NamedTuple):
-    """The counts of a document; of a pair, those of the completion, except for the tokens."""
+    """The counts of a document; except `tokens`, they count only the text that is scored."""
 
     tokens: int
     bytes: int  # in UTF-8
@@ -246,7 +246,7 @@ class Writer:
         self._files[TOKENS].write(np.asarray(ids, self._dtype).data)
 
     def add_spans(self, spans: list[list[int]]) -> None:
-        """Adds the start and stop of the scored tokens of the document that is to be ended."""
+        """Appends spans [start, stop] of the document that the next `end_document` ends."""
         rows = [[self.documents, *span] for span in spans]
         self._files[SPANS].write(np.array(rows, "<i8").tobytes())
 
@@ -279,7 +279,7 @@ class Writer:
         """Closes the writer, moves the tokens to `tokens`, and returns counts, names and spans.
 
         The counts are int64 [documents, 5], with a column for each field of `Row`; the names are a
-        list in JSON, uint8 [bytes].
+        list in JSON, uint8 [bytes]; the spans are int64 [spans, 3], as in spans.bin.
         """
         self.close()
         counts = np.fromfile(self._directory / COUNTS, "<i8").reshape(-1, len(Row._fields))
@@ -305,8 +305,8 @@ class TokenStore(stores.Store):
     words: np.ndarray  # int64 [documents], separated by whitespace, as PG-19 counts them
     names: tuple[str, ...]
     lost: np.ndarray  # int64 [documents], bytes of the text that the tokens do not reproduce
-    # int64 [spans, 3] of pairs and conversations: the document, and the start and stop of tokens of
-    # it that are scored; None if all are. The end token is scored if its place is in a span.
+    # int64 [spans, 3]: a document, and the start and stop of tokens in it that are scored; None if
+    # all tokens are scored. The end token is scored if the position after the text is in a span.
     spans: np.ndarray | None = None
     # The id that readers add to documents as the last token, unless spans leave it out; -1 for none
     end_id: int = -1
@@ -367,12 +367,12 @@ class TokenStore(stores.Store):
         return self.scored(np.array(document), np.arange(self.lengths[document]))
 
     def scored(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Returns True for tokens that are scored, bool; the arguments are the documents of tokens
-        and their places in the documents, two arrays that broadcast.
+        """Returns a bool array that is True for tokens that are scored. The arguments, which
+        broadcast, are the index of each token's document and the token's position in it.
         """
         if self.spans is None:
             return np.ones(np.broadcast_shapes(document.shape, position.shape), bool)
-        # A document of n tokens has n + 1 places, so that each place has another number.
+        # `place` numbers the positions in all documents, n + 1 in a document of n tokens.
         owner, start, stop = self.spans.T
         first = self.offsets[owner] + owner
         place = self.offsets[document] + document + position
@@ -498,7 +498,7 @@ def ids_dtype(vocab_size: int) -> np.dtype:
 
 
 def stored_dtype(manifest: Mapping[str, Any]) -> np.dtype:
-    """Returns the dtype of a store's tokens, which its manifest names; ValueError for others."""
+    """Returns the dtype of a store's tokens from its manifest; raises ValueError if unknown."""
     if manifest["dtype"] not in _DTYPES:
         raise ValueError(f"dtype is {manifest['dtype']!r}, none of {', '.join(_DTYPES)}")
     return np.dtype(manifest["dtype"])

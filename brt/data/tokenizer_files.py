@@ -1,8 +1,8 @@
 """Opens sentencepiece models and tokenizer.json files, and reports faults of these files.
 
 Before a foreign tokenizer is opened, a child process opens it, and encodes and decodes some texts,
-which show how much memory and time the tokenizer takes for usual characters. A rule can be limited
-to rare characters, so this trial also limits how much each rule may lengthen a text.
+which show how much memory and time the tokenizer takes for usual characters. Some rules of a
+normalizer concern only rare characters, so the trial also limits how much rules lengthen a text.
 """
 
 import base64
@@ -42,8 +42,8 @@ T = TypeVar("T")
 def load(name: str, readers: Mapping[str, Callable[[Path], T]]) -> T:
     """Returns the tokenizer of a name, which is "bytes" or the path of a file.
 
-    `readers` are functions that open a tokenizer, for "bytes" and for suffixes of files. If there
-    is none for the name, ConfigError is raised.
+    `readers` has the functions that open a tokenizer, by "bytes" or the suffix of the file. If it
+    has none for the name, ConfigError is raised.
     """
     kind = "bytes" if name == "bytes" or Path(name).name == BYTES else Path(name).suffix
     if kind not in readers:

@@ -43,7 +43,7 @@ class Special(NamedTuple):
     unk_id: int  # the unknown token
     bos_id: int  # the beginning of a sequence
     eos_id: int  # the end of a sequence
-    pad_id: int  # padding
+    pad_id: int
 
 
 LANGUAGE_MODEL = Special(unk_id=0, bos_id=1, eos_id=-1, pad_id=-1)

@@ -67,7 +67,7 @@ def end_of_word(text: str, start: int, stop: int) -> int:
 def cut(
     chunks: Iterable[str], size: int, end: Callable[[str, int, int], int] = end_of_line
 ) -> Iterator[str]:
-    """Divides a text, given in parts of any length, into chunks of at most `size` characters."""
+    """Cuts a text, read in parts, into chunks of at most `size` characters; `end` says where."""
     text = ""
     for chunk in chunks:
         text += chunk
@@ -119,7 +119,7 @@ class Tokenizer(abc.ABC):
         return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks(chunks)])
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns the UTF-8 bytes of ids; those of consecutive parts can be concatenated."""
+        """Returns the UTF-8 bytes of ids; the bytes of consecutive ids can be concatenated."""
         pool, starts, lengths = self._pool
         ids = np.asarray(ids, np.int64)
         sizes = lengths[ids]
@@ -131,26 +131,26 @@ class Tokenizer(abc.ABC):
 
     @functools.cached_property
     def _pool(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The bytes of all ids, uint8 [bytes], and for each id its first index and its length."""
+        """The bytes of all ids, uint8 [bytes], and the start and the length of each id's bytes."""
         lengths = np.array([*map(len, self._bytes)], np.int64)
         return np.frombuffer(b"".join(self._bytes), np.uint8), np.cumsum(lengths) - lengths, lengths
 
     def _read(self, path: Path, stored: str) -> bytes:
-        """Reads the file of a tokenizer, which brt stores with the name `stored`."""
+        """Returns a file's content; sets `path`, `name`, `beside`, and `file` (named `stored`)."""
         content = tokenizer_files.read(path)
         self.path, self.name = path, path.name
         self.file, self.beside = (stored, content), originals.read(path)
         return content
 
     def _begin(self, said: special_tokens.Statements, default: int, added: list[Added]) -> int:
-        """Chooses BOS, which is `default` if no file names one, and returns it; -1 for none."""
+        """Sets BOS (`default` if no file names one; -1: none) and fingerprint, and returns BOS."""
         self.bos_id, self.notes = special_tokens.beginning(said, self._id_of, default)
         identity = special_tokens.identity(self.file[1], self.bos_id, default, added)
         self.fingerprint = hashlib.sha256(identity).hexdigest()
         return self.bos_id
 
     def _id_of(self, token: int | str) -> int | None:
-        """Returns the id of a piece, or an id of a special token; None for others."""
+        """Returns the id of a piece, or `token` if it is the id of a special token; or None."""
         raise NotImplementedError
 
 
@@ -205,7 +205,7 @@ def decode(tokenizer: Tokenizer, ids: Ids) -> str:
 class StreamDecoder:
     """Decodes a text token by token; a character is returned when its last byte is known.
 
-    `unfinished` are the first bytes of a character that the text before has not completed.
+    `unfinished` has the first bytes of a character, with which the text before the ids ends.
     """
 
     def __init__(self, tokenizer: Tokenizer, unfinished: bytes = b""):
@@ -215,7 +215,7 @@ class StreamDecoder:
 
     @property
     def unfinished(self) -> bytes:
-        """The bytes that the text so far has of an unfinished character."""
+        """The bytes of an incomplete character at the end of the text so far; b"" for none."""
         return self._decoder.getstate()[0]
 
     def decode(self, ids: Ids, *, final: bool = False) -> str:
@@ -285,7 +285,7 @@ class SentencePieceTokenizer(Tokenizer):
             return self._processor.encode(chunks, return_type="numpy")
 
     def _with_spaces(self, chunk: str) -> np.ndarray:
-        """Returns the ids of a chunk with ▁, which becomes bytes: its piece stands for a space."""
+        """Returns the ids of a chunk with ▁, encoded as bytes, because its piece means a space."""
         first, *others = chunk.split(SPACE)
         found = [self._processor.encode(first, return_type="numpy")]
         for part in others:
@@ -322,7 +322,7 @@ NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """A byte-level BPE tokenizer, which adds no special ids to a text; see `tokenizers.Tokenizer`.
+    """A byte-level BPE tokenizer, which adds no special ids to a text; see `Tokenizer`.
 
     If the last id of the file is the mask token, `vocab_size` does not include this id: no text is
     encoded with the id, and a masked language model uses it to mask tokens. A tokenizer.json that
@@ -393,7 +393,7 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 def _add_missing(path: Path, tokenizer: Any, said: special_tokens.Statements) -> list[Added]:
-    """Adds those tokens to a tokenizer that other files give it, and returns them."""
+    """Adds the tokens that only other files name to a tokenizer, and returns these tokens."""
     from tokenizers import AddedToken
 
     size = tokenizer.get_vocab_size()
@@ -459,7 +459,7 @@ def _loses(path: Path | str, why: str = "") -> DataError:
 
 
 def _bytes_of(path: Path | str, piece: str, added: Any) -> bytes:
-    """Decodes a piece in GPT-2's notation (Radford et al. 2019, section 2.2) or an added token."""
+    """Returns the bytes of `added` or, if it is None, of a piece in GPT-2's notation."""
     if added:
         return b"" if added.special else added.content.encode()
     try:
@@ -472,7 +472,7 @@ def _bytes_of(path: Path | str, piece: str, added: Any) -> bytes:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Returns the byte that each character of GPT-2's notation stands for."""
+    """Returns the byte of each character in GPT-2's notation (Radford et al. 2019, section 2.2)."""
     # Printable bytes are written as themselves; the other bytes are numbered from U+0100 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -54,14 +54,14 @@ def shape_of(mesh: MeshSettings, devices: int) -> dict[str, int]:
 
 
 def nearest(wanted: int, number: int) -> int:
-    """Returns the divisor of `number` that is nearest to `wanted`, the smaller one of two."""
+    """Returns the divisor of `number` nearest to `wanted`, the smaller of two that are as near."""
     return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - wanted))
 
 
 def build(
     mesh: MeshSettings, needs: DivisibleSizes, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """Returns the mesh that the settings describe, made of the first of `devices` (None: of all).
+    """Returns the mesh that the settings describe, made of the first of `devices` (None: all).
 
     `needs` are the sizes that the devices have to divide.
     """
@@ -85,9 +85,9 @@ def build(
 def _slices(
     count: int, shape: Mapping[str, int], devices: Sequence[jax.Device]
 ) -> list[list[jax.Device]]:
-    """Returns the devices of each slice, of `count` slices or, if it is 0, of those that there are.
+    """Returns the devices of each slice; there must be `count` slices, or any number if it is 0.
 
-    Devices that do not say to which slice they belong, such as CPUs, are divided in their order.
+    Devices that do not name their slice, such as CPUs, are divided into slices in their order.
     """
     by_slice: dict[int, list[jax.Device]] = {}
     for device in devices:
@@ -120,7 +120,7 @@ def slice_of(device: Any) -> int:
 
 
 def described(mesh: jax.sharding.Mesh) -> dict[str, int]:
-    """Returns what of a mesh determines in which order devices add up numbers."""
+    """Returns the sizes that determine in which order the devices of a mesh add up numbers."""
     return {**mesh.shape, "slices": len({slice_of(device) for device in mesh.devices.flat})}
 
 
@@ -130,7 +130,7 @@ def format_mesh(mesh: Mapping[str, int]) -> str:
 
 
 def describe_indivisible_size(shape: Mapping[str, int], needs: DivisibleSizes) -> str | None:
-    """Returns an error message about a size that its devices do not divide; None if there is none.
+    """Returns an error message about a size of `needs` that its devices do not divide, or None.
 
     `shape` is the number of devices along each axis of the mesh.
     """
@@ -147,7 +147,7 @@ def describe_indivisible_size(shape: Mapping[str, int], needs: DivisibleSizes) -
 
 
 def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
-    """Raises ConfigError if a process of several would be without devices of the mesh."""
+    """Raises ConfigError if there are several processes and the mesh leaves out devices."""
     count = len({device.process_index for device in devices})
     if count > 1 and used < len(devices):
         raise ConfigError(
@@ -191,7 +191,7 @@ def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def local_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
-    """Returns the indices of those of all `lanes` rows that are on this process's devices."""
+    """Returns the indices of the rows, out of `lanes`, that are on the devices of this process."""
     cuts = by_lane(mesh).addressable_devices_indices_map((lanes,)).values()
     return tuple(sorted({lane for cut in cuts if cut for lane in range(lanes)[cut[0]]}))
 
@@ -201,7 +201,7 @@ def global_array(
 ) -> Array:
     """Returns the global array of all rows, to which every process contributes its own rows, x.
 
-    `lane_indices` are the places of the rows of x in the global array, whose length is `lanes`.
+    `lane_indices` are the indices of the rows of x in the global array, which has `lanes` rows.
     """
     row = {lane: place for place, lane in enumerate(lane_indices)}
 

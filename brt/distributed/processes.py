@@ -77,8 +77,8 @@ class Heartbeat:
             alive = _entries(self._client, "brt/alive")
             self._stopped = _entries(self._client, "brt/stopped")
         except Exception:
-            # Process 0 has ended, and the key-value service has ended with it, as the method
-            # `_watch` will notice.
+            # Process 0 has ended, and the key-value service has ended with it. The method
+            # `_watch` will notice this.
             return
         for index in alive.keys() - {self._index}:
             if alive[index] != self._seen[index][0]:
@@ -110,7 +110,7 @@ class Heartbeat:
 
 
 def _entries(client: Any, place: str) -> dict[int, str]:
-    """Returns the texts that processes have published under the same name, by their indices."""
+    """Returns the texts that processes have published below the key `place`, by their indices."""
     entries = client.key_value_dir_get(place)
     return {int(key.rpartition("/")[2]): value for key, value in entries}
 
@@ -126,7 +126,7 @@ PATIENCE_SECONDS = 1800
 _LEAVING_SECONDS = 10
 _POLL_MILLISECONDS = 500
 _APPEARING_SECONDS = 10.0
-_AT_ONCE_SECONDS = 2  # What the environment lacks is noticed within this many seconds.
+_AT_ONCE_SECONDS = 2  # JAX notices within this many seconds that the environment lacks values.
 # If another process does not answer, the errors of collective operations and of the key-value
 # service contain one of these words.
 _LOST = re.compile(r"gloo|connection|socket|unavailable|deadline|heartbeat|peer|aborted", re.I)
@@ -386,9 +386,9 @@ def check_shared(directory: Any) -> None:
 
 
 def _leave() -> None:
-    """Ends the connection. Process 0 is the last, because the service ends with it."""
+    """Disconnects. Process 0 first waits for the others, because the service ends with it."""
 
-    def wait_for_others() -> None:  # It may never return if one hangs.
+    def wait_for_others() -> None:  # It may never return if a process hangs.
         with contextlib.suppress(Exception):
             service().get_live_nodes(list(range(jax.process_count())))
 
@@ -431,7 +431,7 @@ def explain_peer_errors() -> Iterator[None]:
 
 
 class AgreedRequest:
-    """A request to one process, such as a signal to stop, that all carry out at the same step.
+    """A request to one process, such as to stop, that all processes carry out at the same step.
 
     Every process calls `reason_if_due` equally often, for example once per step. The process that
     receives a request publishes the request. A thread of each process then publishes how often its

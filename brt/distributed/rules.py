@@ -87,7 +87,7 @@ def check_names(names: Names, shown: str) -> None:
 
 
 def parameter_spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns the partition spec of a matrix, as `spec`; a vector is replicated."""
+    """Returns the partition spec of a parameter: that of `spec`, or replicated for a vector."""
     return spec(names, shape, mesh) if is_matrix(names) else PartitionSpec()
 
 
@@ -126,13 +126,13 @@ def partition_spec(*names: str | None, shape: tuple[int, ...]) -> PartitionSpec:
 
 
 def shard_count(name: str, size: int) -> int:
-    """Returns the number of devices of the current mesh that shard an axis of this size."""
+    """Returns the number of devices of the current mesh that shard an axis `name` of this size."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _cut(name, size, mesh))
 
 
 def round_up(name: str, size: int) -> int:
-    """Returns `size`, rounded up so that the current mesh can shard an axis of this size."""
+    """Returns `size`, rounded up so that the current mesh can shard an axis `name` of this size."""
     mesh = jax.sharding.get_abstract_mesh()
     devices = 1 if mesh.empty else math.prod(_devices(axis, mesh) for axis in RULES[name])
     return -(-size // devices) * devices
@@ -145,9 +145,9 @@ def is_sharded(name: str) -> bool:
 
 
 def can_merge_axes(axes: int) -> bool:
-    """Returns True if merging the first axes of an array certainly moves no data between devices.
+    """Returns True if merging an array's first `axes` axes surely moves no data between devices.
 
-    The first of these axes is the rows of the batch; the names of the others are not known. It is
+    The first of these axes is the rows of the batch; the names of the others are not known. This is
     certain if the code is not partitioned, or if at most two axes are merged and the mesh shards no
     axis called "tokens", "embed" or "heads".
     """
@@ -161,7 +161,7 @@ def in_replica() -> bool:
 
 
 def in_group() -> bool:
-    """Returns True inside a `vmap` over groups, the devices at each place along the axis "data"."""
+    """Returns True inside a `vmap` over groups; a group has the devices of one index of "data"."""
     try:
         jax.lax.axis_size(GROUPS)
     except NameError:
@@ -196,7 +196,7 @@ def gathered(x: Array, dtype: jnp.dtype, names: Names) -> Array:
     # Without this constraint, XLA may multiply with the shards of a parameter one after the other,
     # and move, add up and copy the partial products, which takes longer than one product. The
     # parameter is gathered in the dtype of the product, which rounds its numbers as the product
-    # would do, and is returned in its own dtype. Its gradient is not rounded. It is summed over
+    # would do, and is returned in its own dtype. Its gradient is not rounded, and is summed over
     # devices as a whole, because XLA would also compute a sharded gradient shard by shard.
     return _gathered(x, dtype, names) if is_sharded("embed") else x
 

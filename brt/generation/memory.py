@@ -54,12 +54,12 @@ class Memory(NamedTuple):
     # has a random number of its own.
     count: Int[Array, " B"]  # type: ignore[assignment]  # hides a method of tuple
     ended: Bool[Array, " B"]  # True for texts that end with a generated token of Model.end_ids
-    # The bytes that the text has of an unfinished character, which the next tokens continue; zeros
-    # follow them.
+    # The first bytes of a UTF-8 character at the end of a text, of which the next tokens have the
+    # rest; zeros follow them.
     unfinished: UInt8[Array, "B 3"]
 
     def unfinished_bytes(self) -> list[bytes]:
-        """Returns the bytes that each text has of an unfinished character."""
+        """Returns, for each text, the bytes of an unfinished character at its end."""
         return [row.tobytes().rstrip(b"\0") for row in np.asarray(self.unfinished)]
 
 
@@ -89,7 +89,9 @@ def unprepared(memory: Memory) -> Memory:
 
 
 def map_lanes(function: Callable[..., Array], memory: Memory, *others: Memory) -> Memory:
-    """Applies `function` to the arrays of memories, whose axis of lanes it gets as `axis`."""
+    """Returns a memory with `function(*arrays, axis=axis)` for each array of `memory` and the same
+    arrays of `others`, whose axis of lanes is `axis`.
+    """
     rest = (memory._replace(block=()) for memory in (memory, *others))
     blocks = (memory.block for memory in (memory, *others))
     return jax.tree.map(partial(function, axis=0), *rest)._replace(
@@ -103,7 +105,7 @@ def joined(*memories: Memory) -> Memory:
 
 
 def unfinished_character(data: bytes) -> bytes:
-    """Returns the bytes at the end of a UTF-8 text that begin a character without its end."""
+    """Returns the bytes of an unfinished character at the end of a UTF-8 text; b"" for none."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)
     return decoder.getstate()[0]
@@ -115,9 +117,7 @@ def _as_in_file(memory: Memory) -> Memory:
 
 
 def save(memory: Memory, path: Path, identity: Mapping[str, object]) -> None:
-    """Writes the memory of a text, in one lane or several, to an .npz file, with a description of
-    its model.
-    """
+    """Writes the memory of a text to an .npz file, with `identity`, a description of the model."""
     arrays = {
         f"leaf{i}": np.asarray(leaf, _file_dtype(leaf.dtype))
         for i, leaf in enumerate(jax.tree.leaves(_as_in_file(memory)))
@@ -168,7 +168,7 @@ def load(path: Path, old: Memory, block_length: int, identity: Mapping[str, obje
 
 
 def _described(arrays: Mapping[str, untrusted.LazyArray], leaves: int) -> list[Any]:
-    """Returns the arrays of the memory, none of which is read."""
+    """Returns the arrays of a memory in a file, without reading them; `leaves` is their number."""
     # The file must not have other arrays, or a long description of the model.
     names = [f"leaf{i}" for i in range(leaves)]
     if {*arrays} - {*names, "identity"}:
@@ -218,8 +218,8 @@ def advance(
     memory: Memory,
     tokens: Int[Array, " B"] | Int[Array, "B T"],
 ) -> Memory:
-    """Reads one token of every lane, or T tokens (`chunk_size`)."""
-    # The open block may be full afterwards, but it is not ended.
+    """Returns the memory after one token of every lane, or T tokens (`chunk_size`), was read."""
+    # If the open block is full afterwards, the caller ends it.
     inputs = tokens, memory.state, memory.block, memory.position
     next_logits, block = _call(decoder, variables, "decode_step", *inputs)
     count = tokens.size // len(tokens)
@@ -239,7 +239,7 @@ def end_block(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
 def end_lane(
     decoder: Decoder, variables: Variables, memory: Memory, lane: Int[Array, ""]
 ) -> Memory:
-    """Returns a memory that `prepare` has returned, after the full block of one of its lanes."""
+    """Ends the full block of a lane. The memory before and after is one that `prepare` returns."""
     own = map_lanes(partial(jax.lax.dynamic_slice_in_dim, start_index=lane, slice_size=1), memory)
     own = prepare(decoder, variables, end_block(decoder, variables, unprepared(own)))
     return map_lanes(
@@ -249,7 +249,7 @@ def end_lane(
 
 
 def prepare(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
-    """Returns the memory with the open block also in a form for attention to single tokens."""
+    """Returns the memory with the open block also in the form that decode steps read."""
     # `read_and_write` needs this form of the keys and values, and keeps it up to date.
     block = _call(decoder, variables, "prepare_block", memory.block, memory.position)
     return memory._replace(block=block)
@@ -258,7 +258,7 @@ def prepare(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
 def read_segment(
     decoder: Decoder, variables: Variables, memory: Memory, tokens: Int[Array, "B T"]
 ) -> Memory:
-    """Reads whole blocks at once; the memory must be at a block boundary."""
+    """Returns the memory after whole blocks of tokens; before, the open block must be empty."""
     start = jnp.zeros((tokens.shape[0], tokens.shape[1] // decoder.model.block_length), bool)
     hidden, state, *_ = _call(decoder, variables, "__call__", tokens, memory.state, start)
     weights = output_weights(decoder.model, variables.params)
@@ -286,6 +286,7 @@ def read_and_write(
     `prompt_length` and `count` are arrays.
 
     Args:
+      known_ids: only ids below this number are sampled.
       memory: a memory that `prepare` has returned.
       tokens: the prompts, padded.
       count: number of tokens of a prompt and of the sampled tokens after it together.
@@ -293,8 +294,7 @@ def read_and_write(
 
     Returns:
       The new memory; an array that begins with the prompts and the sampled tokens; and the number
-        of columns, which is smaller than `count` if the texts of all lanes have ended (see
-        `Session.write`).
+        of these columns, which is less than `count` if all texts have ended (see `Session.write`).
     """
     end_ids, keys = decoder.model.end_ids, jnp.broadcast_to(key, memory.count.shape)
 

@@ -51,9 +51,8 @@ class Hypotheses(NamedTuple):
 def length_penalties(decoding: Decoding) -> Float[np.ndarray, " L"]:
     """Returns the length penalty for each number of written tokens, float32 [L].
 
-    Summed log probabilities are divided by the length penalty. Entry n is the penalty of a text of
-    n tokens without the start token. It is n ** `decoding.length_penalty`. Entry 0 is
-    not used.
+    Summed log probabilities are divided by the length penalty. Entry n, for a text of n tokens
+    without the start token, is n ** `decoding.length_penalty`. Entry 0 is not used.
     """
     written = np.arange(decoding.max_length, dtype=np.float64)
     written[0] = 1

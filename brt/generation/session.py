@@ -39,7 +39,7 @@ _NEVER = -1
 
 
 class _Beams(NamedTuple):
-    """Beams that continue one memory, whose axis of lanes has an entry for each beam."""
+    """The decoding state of a beam search; `memory` has a lane for each beam of each text."""
 
     memory: Memory
     # False before the first step, which reads no token: the logits of the first token are already
@@ -50,7 +50,7 @@ class _Beams(NamedTuple):
 def search_memory(
     decoder: Decoder, known_ids: int, variables: Variables, memory: Memory, *, decoding: Decoding
 ) -> Hypotheses:
-    """Runs a beam search in each lane. Texts end at a token of Model.end_ids."""
+    """Runs a beam search over ids below `known_ids` in each lane. Model.end_ids end texts."""
     lanes = len(memory.logits)
 
     def step(tokens: Int[Array, "B N"], beams: _Beams) -> tuple[Float[Array, "B N V"], _Beams]:
@@ -79,7 +79,7 @@ def search_memory(
 def _advance_beams(
     decoder: Decoder, variables: Variables, memory: Memory, tokens: Int[Array, " B"]
 ) -> Memory:
-    """Reads one token of every lane, and ends the blocks that are full."""
+    """Returns the memory after one token of every lane; blocks that became full have ended."""
     memory = advance(decoder, variables, memory, tokens)
     full = memory.position == decoder.model.block_length
 
@@ -92,35 +92,35 @@ def _advance_beams(
 
 
 def _chosen(lanes: Bool[Array, " B"], new: Array, old: Array, axis: int) -> Array:
-    """Returns `new` in these lanes and `old` in others."""
+    """Returns an array that is `new` where `lanes` is True, else `old`; `axis` is that of lanes."""
     return jnp.where(lanes.reshape(-1, *(1,) * (new.ndim - axis - 1)), new, old)
 
 
-# The separate kernels of a model, by the name of the run of layers and the name of the parameter.
+# The separate kernels of a model, by the names of a run of equal layers and of a parameter.
 Kernels: TypeAlias = dict[str, dict[str, SeparateKernels]]
 
-# The kernels of a layer that only products read (`brt.layers.basic.product_kernel`), by name. The
-# products with the first kernels sum over the first axis, those with the others over all axes but
-# the last.
+# The names of the kernels of a layer that only products read (`brt.layers.basic.product_kernel`).
+# Products with kernels of _FROM_WIDTH sum over the kernel's first axis, and those with kernels of
+# _TO_WIDTH over all its axes but the last.
 _FROM_WIDTH = frozenset({"queries", "keys", "values", "cross_queries", "mlp_in", "mlp_gate"})
 _TO_WIDTH = frozenset({"output", "mlp_out"})
-# Kernels of fewer bytes stay in the caches of a processor from token to token. To copy them costs
-# little, and a conditional with many branches takes longer to compile.
+# A run of layers with fewer bytes of kernels keeps its stacks, because they stay in the processor's
+# caches from token to token, and because separate kernels take longer to compile.
 _SMALLEST = 1 << 25
-# Products of fewer texts gain too little from transposed kernels to be worth copies of them. Copies
-# of more bytes could fill the memory of a small machine.
+# Separate kernels are transposed copies only for at least _FEWEST_TEXTS texts, because products of
+# fewer texts gain little, and up to _MOST_COPIED bytes, because a small machine has little memory.
 _FEWEST_TEXTS, _MOST_COPIED = 8, 1 << 30
 
 
 def separate_kernels(model: Model, variables: Variables, lanes: int) -> Kernels:
     """Returns `SeparateKernels` for every large stack of kernels in the layers of a decoder.
 
-    There are some only where the programs that read and write token by token (`decode_step` and
-    `prepare_block` of a decoder) are faster with them, as on CPUs (`brt.ops.dense` says
-    why). If this pays for the number of texts (`lanes`), they are transposed copies, with which
-    products of at least eight texts are faster (`brt.ops.products`). Otherwise they are views of
-    the stacks, which need no memory of their own. While views exist, a program cannot reuse the
-    memory of the stacks, as a train step would do.
+    The result is {} unless the programs that read and write token by token (`decode_step` and
+    `prepare_block` of a decoder) are faster with separate kernels, as on CPUs (`brt.ops.dense`).
+    For at least eight texts (`lanes`), the kernels are transposed copies, with which products are
+    faster (`brt.ops.products`), unless the copies are too large. Otherwise they are views of the
+    stacks, which need no further memory. While views exist, a program cannot reuse the memory of
+    the stacks, as a train step would do.
     """
     leaves = jax.tree.leaves(variables.params)
     whole = all(isinstance(leaf, jax.Array) and len(leaf.devices()) == 1 for leaf in leaves)
@@ -137,7 +137,7 @@ def separate_kernels(model: Model, variables: Variables, lanes: int) -> Kernels:
 
 
 def _kernels(params: dict[str, Any]) -> dict[str, Array]:
-    """Returns the stacks of kernels in the parameters of a run of several layers."""
+    """Returns the stacks of kernels in the parameters of neighbouring layers; {} for one layer."""
     tokens = params.get("tokens", {})
     names = _FROM_WIDTH | _TO_WIDTH
     return {name: leaf for name, leaf in tokens.items() if name in names and len(leaf) > 1}
@@ -158,7 +158,7 @@ def _separated(name: str, stack: Array, copies: bool) -> SeparateKernels:
 
 
 def with_kernels(variables: Variables, kernels: Kernels) -> Variables:
-    """Returns variables with `kernels` in place of their stacks."""
+    """Returns variables in which `kernels` replace the stacks that they were separated from."""
     stack = dict(variables.params["stack"])
     for run, own in kernels.items():
         stack[run] = {**stack[run], "tokens": {**stack[run]["tokens"], **own}}
@@ -216,7 +216,7 @@ class Session:
         self.restart(variables)
 
     def with_lanes(self, lanes: int) -> "Session":
-        """Returns a new session of the same model for `write_each`, which keeps no bytes."""
+        """Returns a new session of the same model, without `decode_bytes`, for `write_each`."""
         own = {"bos_id": self._bos_id, "known_ids": self._known_ids}
         return Session(self._config, self._variables, lanes=lanes, **own)
 
@@ -249,8 +249,8 @@ class Session:
     def read_most(
         self, tokens: Sequence[int] | Integer[np.ndarray, " T"]
     ) -> Integer[np.ndarray, " _"]:
-        """Reads a text like `read`, but returns tokens at its end that would be read one by one
-        without reading them. `write_each` reads them.
+        """Reads a text like `read`, except for tokens at its end that would be read one by one.
+        These tokens are returned, and `write_each` reads them.
         """
         return self._read(tokens, whole=False)
 
@@ -298,8 +298,8 @@ class Session:
     @property
     def _separate(self) -> Variables:
         """The learned arrays in the form that programs for single tokens read."""
-        # Only copies of kernels are stored. If their views were, a train step could not reuse the
-        # memory of the parameters.
+        # Copies of kernels are stored, but not views, because a train step could not reuse the
+        # memory of parameters that have views.
         kernels = self._copies
         if not kernels:
             kernels = separate_kernels(self._config.model, self._variables, self._lanes)
@@ -325,11 +325,11 @@ class Session:
     def write(self, count: int, sampling: Sampling, key: Array) -> Iterator[Int[np.ndarray, "B T"]]:
         """Generates at most `count` tokens in all lanes, and yields them in pieces.
 
-        The random number of a token depends only on `key` and on the token's position in the text.
-        All lanes draw with the same key, unless `key` is an array of keys, one for each lane. Two
-        calls for 10 tokens with the same key therefore generate the same text as one call for
-        20 tokens. A text ends early after a token of Model.end_ids, also for later calls, until
-        `read` continues it. While texts of other lanes go on, `NO_TOKEN` stands after its end.
+        The random number of a token depends only on `key` and on the token's position in the text,
+        so two calls for 10 tokens with the same key generate the same text as one call for 20
+        tokens. All lanes draw with the same key, unless `key` is an array of keys, one for each
+        lane. A text ends early after a token of Model.end_ids, and later calls do not continue it
+        before `read` does. While texts of other lanes go on, `NO_TOKEN` stands after its end.
         """
         if self._is_new:
             self.read([])
@@ -349,8 +349,8 @@ class Session:
         """Continues texts, each in a lane of its own, and yields the new tokens of each in pieces.
 
         A text is a memory of one lane and tokens that follow it, which are read first. There may be
-        fewer texts than lanes. Otherwise, this is `write`, where each text has the random numbers
-        that it has alone. The caller may end texts between pieces (`end`).
+        fewer texts than lanes. Tokens are sampled as by `write`, and each text gets the random
+        numbers that it would get alone. The caller may end texts between pieces (`end`).
         """
         empty = [(texts[-1][0], np.zeros(0, np.int32))] * (self._lanes - len(texts))
         joined, prompts = zip(*texts, *empty, strict=True)
@@ -387,8 +387,8 @@ class Session:
         return bool(np.asarray(self._memory.ended).all())
 
     def _keep_unfinished(self, tokens: Int[np.ndarray, "B T"]) -> None:
-        """Updates the bytes of unfinished characters for the next tokens of each lane."""
-        # A character that is unfinished where a text ends stays so, and is not kept.
+        """Updates the bytes of unfinished characters after `tokens`, the next ones of each lane."""
+        # Bytes at the end of a text that has ended are not kept, as no token completes them.
         if self._decode_bytes is None:
             return
         kept = np.zeros((self._memory_lanes, 3), np.uint8)
@@ -404,8 +404,9 @@ class Session:
         self, separate: Variables, prompts: Sequence[Integer[np.ndarray, " _"]], count: int,
         sampling: Sampling, key: Array,
     ) -> Int[np.ndarray, "B C"]:  # fmt: skip
-        """Reads a prompt in each lane, and samples until there are `count` tokens or all end."""
-        # The tokens must fit into the open blocks.
+        """Returns the prompt of each lane and sampled tokens after it: `count` tokens in all, or
+        fewer if all texts end. The tokens must fit into the open blocks.
+        """
         tokens = np.zeros((len(prompts), CHUNK), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
@@ -420,7 +421,7 @@ class Session:
         return np.asarray(read)[:, : int(length)]
 
     def _end_full_blocks(self) -> None:
-        """Ends the open blocks that are full; if not all are, they are prepared (`_step`)."""
+        """Ends the open blocks that are full. Unless all are full, the memory must be prepared."""
         full = np.asarray(self._memory.position) == self._config.model.block_length
         if full.all():
             self.memory = self._end_block(self._variables, self.memory)
@@ -431,8 +432,8 @@ class Session:
     def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
         """Continues the text of a single lane by beam search, and reads and returns the new tokens.
 
-        These are at most `decoding.max_length` - 1. Nothing follows a text that has ended; see
-        `write`.
+        There are at most `decoding.max_length` - 1 new tokens, and none if the text has ended (see
+        `write`).
         """
         if self.has_ended:
             return np.zeros(0, np.int32)
@@ -448,8 +449,8 @@ class Session:
     def search_each(
         self, texts: Sequence[Memory], decoding: Decoding
     ) -> list[Int[np.ndarray, " T"]]:
-        """Continues texts, which are memories of one lane, like `search`, without reading the new
-        tokens.
+        """Returns the tokens with which `search` would continue each of several texts, which are
+        memories of one lane. The tokens are not read.
         """
         best = self._search(self._separate, self._join(*texts), decoding=decoding)
         found, lengths = np.asarray(best.sequences[:, 0]), np.asarray(best.lengths[:, 0])

@@ -24,7 +24,7 @@ class ExportFormat(NamedTuple):
 
     Attributes:
       summary: one line for the user that describes the model.
-      settings: JSON objects by file name, including config.json.
+      settings: JSON objects by file name, such as config.json.
       arrays: the float32 weights by the other library's names. They are written in a dtype that the
         user chooses, which is added to config.json.
       verify: compares the model in the written directory, its argument, with the original model;
@@ -32,7 +32,7 @@ class ExportFormat(NamedTuple):
       code: Python files to copy into the directory, if no library has the code that loads the
         model.
       notes: lines for the user about what the exported model computes otherwise than the original.
-      file: the name of the file of weights, if it is not that of a model.
+      file: the name of the file of weights, which is another one for adapters.
       copy_tokenizer: writes the tokenizer's files into a directory, and returns their names.
     """
 

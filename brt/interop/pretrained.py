@@ -26,7 +26,7 @@ Described = EncoderDecoder | EncoderWithHead
 
 
 class Pretrained(NamedTuple):
-    """A model between Hugging Face's format and brt's, with its float32 parameters."""
+    """A model read from, or to be written in, Hugging Face's format: parameters and settings."""
 
     params: dict[str, Any]
     described: Described
@@ -133,8 +133,8 @@ def _with_initial(
 
 
 def adapt(params: dict[str, Any], described: Described) -> dict[str, Any]:
-    """Returns the parameters of another model for the model that `described` describes.
-    Those that `params` lacks are initialised, and those that are not needed are left out.
+    """Returns parameters for the model that `described` describes, from those of another model.
+    Parameters that `params` lacks are initialised, and those that are not needed are left out.
     """
     have, want = flatten_dict(params, sep="/"), shapes(described.initial_params)
     kept = {name: have[name] for name in want if name in have}

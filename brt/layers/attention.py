@@ -76,7 +76,7 @@ class TransformerBlock(nn.Module):
     `project` and `attend` are separate methods because between the two calls, the recurrent states
     attend to the tokens' keys and values. Weights have an axis of heads: [D, H, K] from tokens to
     heads, and [n, H, K, D] from the outputs of n attentions to tokens. If heads are sharded, a
-    device holds the same heads of all weights: only the last product is summed over devices.
+    device holds the same heads of all weights, so only the last product is summed over devices.
     """
 
     model: Model
@@ -140,14 +140,14 @@ class TransformerBlock(nn.Module):
         return dropout(self, x, self.model.dropout)
 
     def project(self, x: Float[Array, "B T D"]) -> TokenProjections:
-        """Projects the layer's inputs x; queries and keys are not yet normalised."""
+        """Returns the projections of the inputs x, before queries and keys are normalised."""
         h, kernels = self.normed(x), [self.queries, self.keys]
         if self.cross_attends:
             kernels.append(self.cross_queries)
         kernels.append(self.values)
         tokens = self._token_axis(h)
 
-        # Separate products, because splitting a joint product would copy its parts.
+        # The products are separate, because splitting a joint product would copy its parts.
         def product(kernel: Array | LayerKernel) -> Float[Array, "B T H K"]:
             heads = "heads" if kernel.shape[1] == self.model.heads else "kv_heads"
             return constrain(dense(h, kernel), "lanes", tokens, heads, None)
@@ -170,7 +170,7 @@ class TransformerBlock(nn.Module):
         return StateKV(self.normalized_keys(dense(h, of_keys)), dense(h, of_values))
 
     def normalized_keys(self, keys: Float[Array, "*B G K"]) -> Float[Array, "*B G K"]:
-        """Normalises keys if the settings ask for it; does not apply rotary positions."""
+        """Returns keys, normalised if the settings ask for it, without rotary positions."""
         m = self.model
         if m.norm.queries_keys != "none":
             return _normed_heads(m, keys, self.keys_norm)
@@ -183,7 +183,7 @@ class TransformerBlock(nn.Module):
         *,
         normalize: bool = False,
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]:
-        """Repeats each head for all heads of queries that it serves, as some operations need.
+        """Returns keys and values, with each head repeated for all heads of queries that it serves.
 
         With `SelfAttention.normalize_qk`, keys are normalised only if `normalize` is True;
         otherwise the operation must normalise them.
@@ -198,7 +198,7 @@ class TransformerBlock(nn.Module):
     def scaled_queries(
         self, queries: Float[Array, "B T H K"], name: str = "scale"
     ) -> Float[Array, "B T H K"]:
-        """Returns the queries, normalised if the settings ask for it, times the scale `name`."""
+        """Returns the queries, normalised if the settings ask for it, times `query_scale(name)`."""
         m = self.model
         if m.attention.normalize_qk:
             return scaled_unit(queries, self.query_scale(name))
@@ -216,7 +216,9 @@ class TransformerBlock(nn.Module):
         return jnp.full((m.heads,), m.attention.query_scale or m.head_dim**-0.5)
 
     def bias(self, reach: int | None = None) -> Float[Array, "H W"] | None:
-        """Returns the position bias for the `reach` (by default W) nearest keys, nearest first."""
+        """Returns the position bias of the `reach` (by default W) nearest keys, nearest first; None
+        if the kind of positions has no bias.
+        """
         m, reach = self.model, reach or self.model.window
         if m.positions == "t5":
             bias = relative_bias(
@@ -308,7 +310,7 @@ class TransformerBlock(nn.Module):
         return attend(queries, *memory, scale=scale, implementation=self.kernels.softmax_attention)
 
     def prepared(self, block: OpenBlock, position: Int[Array, " B"]) -> OpenBlock:
-        """Sets `ready` of an open block of which `position` tokens have been read."""
+        """Returns an open block, of which `position` tokens have been read, with `ready` set."""
         places = ring_places(self.model.window, position)
         keys = rotated_at(self.model, self.normalized_keys(block.keys), places)
         return block._replace(ready=ready_ring(keys, block.values))

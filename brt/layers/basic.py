@@ -28,8 +28,8 @@ Initializer = Callable[..., Array]
 
 ONES = nn.initializers.ones
 ZEROS = nn.initializers.zeros
-# These are the names of the axes of kernels, by which kernels are sharded. INTO_HEADS and
-# INTO_KEY_HEADS belong to kernels [D, H, K] from vectors to heads, and FROM_HEADS to kernels
+# These are the names of the axes of weights, by which weights are sharded. INTO_HEADS and
+# INTO_KEY_HEADS belong to weights [D, H, K] from vectors to heads, and FROM_HEADS to weights
 # [n, H, K, D] from the heads of n attentions to vectors.
 INTO_HEADS = ("embed", "heads", "head_dim")
 INTO_KEY_HEADS = ("embed", "kv_heads", "head_dim")
@@ -39,8 +39,8 @@ FROM_HEADS = ("stack", "heads", "head_dim", "embed")
 WHOLE_HEADS = ("stack", "whole_heads", "head_dim")
 # This is the name of the random stream of dropout masks that all blocks of a segment share.
 SHARED = "shared_dropout"
-# One iteration of a recurrence's loop processes this many blocks on TPUs, and on CPUs if the
-# recurrent states are large. A larger number would only make compilation take longer.
+# One iteration of a recurrence's loop processes this many blocks on accelerators, and on CPUs if
+# the recurrent states are large. A larger number would only make compilation take longer.
 BLOCKS_AT_ONCE = 8
 
 
@@ -57,8 +57,8 @@ def unrolled(largest: int, steps: int, on_accelerators: int, on_cpus: int = 1) -
 
     Unrolling makes accelerators faster, because a loop copies its residuals. Storing them takes a
     TPU longer than computing a block, and on GPUs it is a sixth of the memory traffic of a step.
-    `largest` limits the number, usually by the setting `Model.unroll`; 0 selects the default of the
-    backend.
+    `largest` limits the number, usually by the setting `Model.unroll`; 0 selects `on_accelerators`
+    or `on_cpus`, according to the backend.
     """
     by_backend = dispatch.for_backend(on_accelerators, cpu=on_cpus)
     return min(steps, largest or by_backend)
@@ -195,7 +195,7 @@ def norm_parameters(
     module: nn.Module, model: Model, name: str,
     shape: tuple[int, ...] = (), axes: tuple[str, ...] = ("embed",),
 ) -> NormWeights:  # fmt: skip
-    """Creates the parameters of a norm, and returns them; an empty shape takes `Model.model_dim`.
+    """Creates the parameters of a norm, and returns them; the shape () stands for (model_dim,).
 
     The name of the bias, if there is one, is `name` with "_bias".
     """
@@ -215,7 +215,7 @@ def normed(model: Model, x: Float[Array, "*B D"], weights: NormWeights) -> Float
 
 
 def residual(model: Model, y: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """Returns the output of attention or of an MLP as it is added to the residual stream."""
+    """Returns y, the output of attention or of an MLP, times `Model.residual_factor`."""
     factor = model.residual_factor
     return y if factor == 1 else y * jnp.asarray(factor, y.dtype)
 
@@ -233,17 +233,17 @@ def dropout(module: nn.Module, x: Float[Array, "*B"], rate: float) -> Float[Arra
 
 
 def token_dropout(module: nn.Module) -> Dropout | None:
-    """Returns the dropout of a layer in training, by the stream "dropout"; None if it has none."""
+    """Returns a layer's dropout by the stream "dropout"; None outside training or at the rate 0."""
     rate = module.model.dropout
     return Dropout(module.make_rng("dropout"), rate) if rate and module.training else None
 
 
-# These are the names of the axes of the MLP's kernels, by which kernels are sharded.
+# These are the names of the axes of the MLP's weights, by which weights are sharded.
 INTO_MLP, FROM_MLP = ("embed", "mlp"), ("mlp", "embed")
 
 
 def expert_parameters(module: nn.Module, model: Model) -> ExpertWeights:
-    """Creates the parameters of a router and of the experts between which it chooses."""
+    """Creates and returns the parameters of a router and of the experts among which it chooses."""
     sizes = {"experts": model.mlp.experts, "embed": model.model_dim, "mlp": model.mlp_dim}
 
     def kernel_and_bias(name: str, *axes: str) -> tuple[Any, Array | None]:
@@ -297,8 +297,8 @@ class MLP(nn.Module):
                 self.mlp_gate_bias = parameter(self, "mlp_gate_bias", (m.mlp_dim,), ("mlp",), ZEROS)
 
     def __call__(self, x: Float[Array, "B T D"], tokens: str | None) -> Float[Array, "B T D"]:
-        """Returns the MLP's output, which is to be added to the residual stream. `tokens` names the
-        axis of tokens if it is sharded.
+        """Returns the MLP's output, which is to be added to the residual stream. `tokens` is the
+        name of the axis of tokens; None if that axis is not sharded.
         """
         m = self.model
         y = self._products(normed(m, x, self.mlp_norm) if m.norm.before else x, tokens)

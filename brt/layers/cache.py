@@ -47,7 +47,7 @@ class TokenProjections(NamedTuple):
     keys: Float[Array, "B T G K"]
     values: Float[Array, "B T G K"]
     cross_queries: Float[Array, "B T H K"] | None  # For recurrent states, if the layer reads them.
-    residual: Float[Array, "B T D"]
+    residual: Float[Array, "B T D"]  # The input of the layer.
 
 
 class KVCache(NamedTuple):
@@ -69,7 +69,7 @@ class KVCache(NamedTuple):
 
     def joined(self, tokens: TokenProjections) -> tuple[Array, Array]:
         """Returns the keys, not normalised, and the values of the cache, followed by those of the
-        segment, each [B, W+T, G, K]. Tokens that are sharded over devices are gathered on all.
+        segment, each [B, W+T, G, K]. If the tokens are sharded, every device gathers all of them.
         """
         names = ("lanes", None, "kv_heads", None)
         pairs = (self.keys, tokens.keys), (self.values, tokens.values)
@@ -213,7 +213,7 @@ def document_places(past: KVCache, tokens: int) -> Int[Array, "B T"]:
 
 def updated_sinks(sinks: Sinks, tokens: TokenProjections, places: Int[Array, "B T"]) -> Sinks:
     """Returns the sinks after T tokens, which have the indices `places` in their documents."""
-    # `own` is 1 where a token is a sink, with the axes [B, S, T].
+    # `own` [B, S, T] is True where the index of a token in its document is that of a sink.
     own = jnp.arange(sinks.keys.shape[1])[None, :, None] == places[:, None]
     found = jnp.any(own, axis=2)[:, :, None, None]
 

@@ -48,7 +48,7 @@ class ClusteredState(NamedTuple):
     # logits.
     rest: Float[Array, "B H C K"]
     totals: Float[Array, "B H C"]
-    # The number of slots, of the R slots of each centroid of a row, that hold a key.
+    # How many of the R slots of a centroid hold a key, the same number for all centroids of a row.
     filled: Int[Array, " B"]
 
     @property
@@ -79,7 +79,7 @@ def clustered_flops(model: Model) -> int:
     """
     section = model.of(Clustered)
     m, attention = model, 4 * model.heads * model.head_dim
-    # As many keys of the previous block left a token's window as keys of its own block entered it.
+    # For each key of its own block that a token sees, one key of the block before left its window.
     passed_keys = keys_before(m, m.window)
     reading = attention // 2 * section.clusters + attention * (passed_keys + section.top_k)
     taking_in = attention * section.clusters * (m.window + section.top_k) // m.window

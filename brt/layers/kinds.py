@@ -69,9 +69,9 @@ class LayerKind(NamedTuple):
     # which evaluation can reset or exchange. None stands for all fields. A field belongs to at most
     # one part.
     parts: Mapping[str, tuple[str, ...] | None]
-    # Returns the FLOPs per token of the forward pass, of which a multiplication and an addition are
-    # two. Kinds may add theirs to those of `brt.layers.window.window_flops` or
-    # `brt.layers.basic.mlp_flops`.
+    # Returns the FLOPs per token of the forward pass; a multiplication and an addition count as
+    # two. The function may call `brt.layers.window.window_flops` or `brt.layers.basic.mlp_flops`,
+    # and add the FLOPs of what else the layer computes.
     flops: Callable[[Model], int]
     # The section of settings, which also lists the indices of the kind's layers. None for sliding
     # windows: all layers that no section lists are sliding-window layers.
@@ -108,7 +108,7 @@ def register_kind(name: str, kind: LayerKind) -> None:
 
     Raises:
       ConfigError: the name is taken; the kind lacks something that every kind needs; or its
-        section places layers of other kinds.
+        section lists only layers of other kinds.
     """
     if name in KINDS:
         raise ConfigError(f"there is a kind of layers named {name!r} already; take another name")
@@ -199,7 +199,7 @@ def _check_module(name: str, module: Any) -> None:
             f"{', '.join(field for field in fields if field not in ('parent', 'name')) or 'none'}"
         )
     for method in _METHODS:
-        # `getattr` would find the `__call__` of the class of classes.
+        # For a class without `__call__`, `getattr` would find that of `type`, its metaclass.
         found = next((vars(base)[method] for base in module.__mro__ if method in vars(base)), None)
         if found is None and method in _OPTIONAL:
             continue
@@ -255,7 +255,7 @@ def fields_of(kind: LayerKind, part: str, state: LayerState) -> tuple[str, ...]:
 
 
 def check_state(name: str, model: Model) -> None:
-    """Raises ConfigError if a kind's `parts` do not match its `state`, or an axis has no name."""
+    """Raises ConfigError if a kind's `parts` or the descriptions of its state arrays are wrong."""
     kind = of(name)
     state = kind.state(model)
     for part in kind.parts:

@@ -126,7 +126,7 @@ class StateCell(nn.Module):
             cross_scale=self._scale("cross_scale"),
         )
         if layout == "single":
-            # "mlp" shards the MLP's first kernel over Mesh.tensor, so its heads cannot be sharded.
+            # Mesh.tensor shards the axis "mlp" of `mlp_in`, so it cannot shard the axis of heads.
             return self._mlp(weights, attended, WHOLE_HEADS)
         weights = weights._replace(
             output=parameter(
@@ -162,7 +162,7 @@ class StateCell(nn.Module):
         kind, width = self.section.gate, self.model.model_dim
 
         def bias(part: str, keeps: bool = True) -> Float[Array, " D"]:
-            # `part` is a part of the name; with `keeps`, the settings of the initial bias apply.
+            # `part` is a part of the name. The settings of the initial bias apply only if `keeps`.
             init = _first_keeps(self.model) if keeps else gate_bias(0.0)
             return parameter(self, f"{name}_{part}bias", (width,), ("embed",), init)
 

@@ -26,7 +26,7 @@ from brt.ops.dense import are_separate, of_layer
 # On CPUs, runs of at most this many layers are unrolled, which is faster than a loop over layers.
 # More layers are called in a loop, because they would take long to compile if they were unrolled.
 _CPU_LAYERS = 8
-# All fields of `Given` are the same for all layers, unless the scan replaces this by an axis.
+# These `in_axes` of a scan give the same fields of `Given` to all layers.
 _SAME = Given(*[nn.broadcast] * len(Given._fields))
 
 
@@ -47,20 +47,21 @@ def scan_layers(
         layer below (`learned_at_once`); False while parameters are initialised.
 
     Returns:
-      The output of the highest layer, the states of all layers with the layers on `axis`, and
-        auxiliary losses, metrics and model states with the layers on axis 0.
+      The output and the summaries of the highest layer; the states of all layers with the layers on
+        `axis`, or open blocks with the layers on axis 0; and auxiliary losses, metrics and model
+        states with the layers on axis 0.
     """
     whole, opened = method == "__call__", method not in ("__call__", "end_block")
     at_once = _layers_at_once(run.model, run.layers)
     no_loop = whole and at_once == run.layers
     tied = ties and no_loop and dispatch.policy().ties_gradients
     separate = _has_separate_kernels(layers)
-    # A parameter with separate kernels has no axis of layers over which the scan could loop.
+    # Kernels that are separate arrays have no axis of layers over which the scan could loop.
     index = jnp.arange(run.layers) if separate else None
 
     def layer(module: nn.Module, passed: tuple, given: Given, index: Any) -> tuple[tuple, tuple]:
-        # Calls one layer. A layer passes x and summaries to the layer above. `index` is its index
-        # if its kernels are separate arrays, otherwise None.
+        # Calls one layer. `passed` has x and the summaries, which each layer passes to the layer
+        # above. `index` is the layer's index if kernels are separate arrays, otherwise None.
         x, summaries = passed
         given = given._replace(summaries=summaries)
         call = _call_tied if tied else _call
@@ -133,7 +134,7 @@ def _call_separate(
     call: Callable[..., LayerOutput], index: Int[Array, ""], module: nn.Module, method: str,
     x: PyTree[Array], given: Given,
 ) -> LayerOutput:  # fmt: skip
-    # The module has the parameters of all layers, of which `index` chooses those of one layer.
+    # Calls one layer of a module that has the parameters of all; `index` is the layer's index.
     def choose(params: PyTree[Array]) -> PyTree[Array]:
         return jax.tree.map(partial(of_layer, layer=index), params, is_leaf=are_separate)
 
@@ -169,7 +170,7 @@ def _call_tied(module: nn.Module, method: str, x: PyTree[Array], given: Given) -
     tied = []
 
     def tie(params: PyTree[Array]) -> PyTree[Array]:
-        # Stores the inputs that passed through `learned_at_once` for `call`.
+        # Passes parameters and inputs through `learned_at_once`; stores the inputs for `call`.
         params, x_tied = learned_at_once(params, (x, given.summaries))
         tied.append(x_tied)
         return params

@@ -13,8 +13,8 @@ from brt.config.kinds import KindSection
 
 
 def refuse_feedback(model: Model, field: str, layers: Sequence[int]) -> None:
-    """Raises ConfigError for layers, listed in the setting `field`, that cannot attend to recurrent
-    states in a model in which all layers do.
+    """Raises ConfigError if `Model.feedback` is set and there are `layers`, which the setting
+    `field` lists: they cannot attend to recurrent states.
     """
     check(
         not layers or not model.feedback,
@@ -24,7 +24,7 @@ def refuse_feedback(model: Model, field: str, layers: Sequence[int]) -> None:
 
 
 def refuse_rotary(model: Model, layers: Sequence[int], reason: str) -> None:
-    """Raises ConfigError if the model has rotary positions; `reason` says what these do."""
+    """Raises ConfigError if a model with `layers` has rotary positions, and gives the `reason`."""
     check(
         not layers or model.positions != "rotary",
         f"Model.positions = 'rotary' {reason}; use 't5', 'alibi' or 'none'",
@@ -32,7 +32,7 @@ def refuse_rotary(model: Model, layers: Sequence[int], reason: str) -> None:
 
 
 def require_cache(model: Model, field: str, layers: Sequence[int], read: str) -> None:
-    """Raises ConfigError if layers, listed in the setting `field`, have no cache to read."""
+    """Raises ConfigError if `layers` of the setting `field`, which read `read`, have no cache."""
     check(
         not layers or model.sliding.cache,
         f"{field} = {layers} attend to {read}, which needs Window.cache = True",

@@ -61,7 +61,7 @@ class DecoderAttention(Projections):
         position: Int[Array, ""],
         bias: Float[Array, "H 1 T"] | None,
     ) -> tuple[Float[Array, "B N D"], SelfCache]:
-        """Reads the token of every beam at `position`; the cache has the tokens before it."""
+        """Returns the attention output of each beam's token at `position`, and the new cache."""
 
         def with_token(past: Array, new: Float[Array, "B N H K"]) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(
@@ -156,7 +156,7 @@ class SourceAttention(Projections):
     def step(
         self, x: Float[Array, "B N D"], cache: CrossCache, position: Int[Array, ""]
     ) -> tuple[Float[Array, "B N D"], CrossCache]:
-        """Reads the token of every beam at `position`, and returns the cache for the next step."""
+        """Returns the attention output of each beam's token at `position`, and the next cache."""
         config = self._config()
         cache = cross_attention.advance(cache, position, config)
         y = cross_attention.step(self.queries(x)[:, :, None], cache, position, config)
@@ -191,7 +191,7 @@ class Ends(nn.Module):
     def enter(
         self, x: Float[Array, "B T D"], first: Int[Array, ""] | int = 0
     ) -> Float[Array, "B T D"]:
-        """Returns the input of the first layer; the first of the embedded tokens is at `first`."""
+        """Returns the first layer's input for embedded tokens x with positions from `first` on."""
         if self.model.family == "bart":
             rows = jax.lax.dynamic_slice_in_dim(
                 self.pos_embed, first + POSITION_OFFSET, x.shape[1], axis=0
@@ -213,7 +213,7 @@ def relative_bias(model: Seq2Seq) -> Embedding:
 
 
 def check_length(model: Seq2Seq, length: int, what: str) -> None:
-    """Raises ConfigError if a sequence (`what` names it) is longer than BART's positions."""
+    """Raises ConfigError if a sequence, named `what`, has more tokens than BART has positions."""
     if model.family == "bart" and length > model.max_positions:
         raise ConfigError(
             f"a {what} of {length} tokens is longer than Model.max_positions = "
@@ -329,8 +329,8 @@ class DecoderLayer(Residual):
         caches of all layers, in which only the entries of this layer are written, so no other entry
         is copied.
 
-        The further output is the field `carry` of this layer's cross-attention cache, the only
-        field that a token changes.
+        The second result is the field `carry` of this layer's cross-attention cache, the only field
+        that a token changes.
         """
         x, own = carried
         cache = _of_layer(own, layer)
@@ -407,7 +407,7 @@ class Decoder(Ends):
 
 
 def _second(caches: PyTree[Array]) -> PyTree[Array]:
-    # Moves the axis of layers from 0 to 1; scalars of a layer are left alone.
+    # Moves the axis of layers from 0 to 1, except in arrays of one scalar per layer.
     return jax.tree.map(lambda x: x.swapaxes(0, 1) if x.ndim > 1 else x, caches)
 
 

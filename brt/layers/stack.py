@@ -94,7 +94,7 @@ class Stack(nn.Module):
         first: int = 0,
         axis: int = 1,
     ) -> StackOutput:
-        # Reads a segment through the runs that `state` belongs to, starting with run `first`.
+        # Reads a segment by runs whose states are in `state`; `first` is the lowest run's index.
         after, learnt, losses, metrics = [], {}, {}, {}
         summaries = self._lowest_summaries(*document_start.shape)
         given = Given(document_start=document_start, feedback=feedback, summaries=summaries)
@@ -117,8 +117,9 @@ class Stack(nn.Module):
         document_start: Bool[Array, "B N"],
         model_state: ModelState,
     ) -> StackOutput:
-        # All layers attend to the states that the recurrent layer has after the previous block. The
-        # layers up to it therefore read block after block; those above it read the whole segment.
+        # All layers attend to the states of the highest recurrent layer after the previous block.
+        # The layers up to this one therefore read block after block; then the layers above it read
+        # the whole segment at once.
         serial = self.feedback_source + 1
         scan = nn.scan(
             Stack._read_block,
@@ -199,7 +200,7 @@ class Stack(nn.Module):
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState
     ) -> StackState:
-        """Closes full blocks; here, layers pass summaries of the block to the layers above."""
+        """Returns the states after full blocks. Layers pass summaries to the layers above."""
         lanes = len(jax.tree.leaves(state)[0])
         summaries, after = self._lowest_summaries(lanes, 1), []
         for run, (own, opened) in enumerate(zip(state, block, strict=True)):

@@ -120,7 +120,7 @@ class LayerOutput(NamedTuple):
     summaries: Float[Array, "B N U D"] | None = None
 
 
-_MISSING: Any = None  # The default of fields that a method may not get.
+_MISSING: Any = None  # The default of the arrays that some methods do not get.
 
 
 class Given(NamedTuple):
@@ -131,8 +131,8 @@ class Given(NamedTuple):
     state: LayerState = None  # The state before the segment or the block.
     block: Any = None  # The open block.
     # True where a block is the first block of a document. The layer must not use anything that it
-    # read before such a block. For `begin_block`, it is None, because a generated document starts
-    # with a new state; only a kind that recurs gets [B] there, in models with `Model.feedback`.
+    # read before such a block. `begin_block` gets None, because a generated document starts with a
+    # new state. In models with `Model.feedback`, it may also get an array [B] in kinds that recur.
     document_start: Bool[Array, "B N"] = _MISSING
     position: Int[Array, " B"] = _MISSING  # The place of each row's token in its block, int32.
     # The keys and values [B, N, S, H, K] of the highest recurrent layer's states, to which all
@@ -149,7 +149,7 @@ class Given(NamedTuple):
 class OpenBlock(NamedTuple):
     """A block that is being filled token by token."""
 
-    # Ring buffers: the tokens of the block have replaced the oldest of the window before the block.
+    # Ring buffers of the last W tokens: each token of the block replaces the oldest token.
     keys: Float[Array, "B W G K"]
     values: Float[Array, "B W G K"]
     # What else the layer keeps while a block is open. Layers that recur (`LayerKind.recurs`) have
@@ -162,7 +162,7 @@ class OpenBlock(NamedTuple):
 
 
 def without_ready(block: PyTree[Array]) -> PyTree[Array]:
-    """Returns the open blocks of all layers as they are between programs, without `ready`."""
+    """Returns the open blocks of all layers without `ready`, which exists only within a program."""
     return jax.tree.map(
         lambda x: x._replace(ready=None) if isinstance(x, OpenBlock) else x,
         block, is_leaf=lambda x: isinstance(x, OpenBlock),
@@ -230,7 +230,8 @@ def _is_new_entries(x: Any) -> bool:
 
 
 def written(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Array]:
-    """Returns the open block after a layer's update, in which new entries replace old ones.
+    """Returns the open block after `update`, which a layer has returned. `NewEntries` in `update`
+    replace entries of the array of `block`, and other arrays replace the whole array.
 
     Both arguments may have an axis of layers; the indices of all layers are then equal.
     """
@@ -252,8 +253,8 @@ def written(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Array]:
 def _with_entries(
     array: Array, new: Array, index: Int[Array, " B"], *, rows: int, axis: int
 ) -> Array:
-    """Writes `new` into an array, for each row at a place of its own on `axis`. The axis of rows
-    is `rows`.
+    """Returns the array with the entries `new`, which in each row of the batch begin at the row's
+    `index` on `axis`. The axis of rows is `rows`.
     """
     for row, own in enumerate(jnp.split(new, len(index), axis=rows)):
         start = [jnp.zeros((), index.dtype)] * array.ndim
@@ -265,14 +266,14 @@ def _with_entries(
 def with_token(
     block: PyTree[Array], new: PyTree[Array], position: Int[Array, " B"]
 ) -> PyTree[Array]:
-    """Returns arrays [B, W, ...] of an open block after a token, [B, 1, ...], at `position`."""
+    """Returns arrays [B, W, ...] of an open block in which `new` [B, 1, ...] is at `position`."""
     return jax.tree.map(
         lambda old, new: _with_entries(old, new, position, rows=0, axis=1), block, new
     )
 
 
 def with_whole_arrays(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Any]:
-    """Returns an update with the shapes of whole arrays in place of the shapes of new entries.
+    """Returns an update in which the shapes and dtypes of whole arrays replace `NewEntries`.
 
     If the update has another number of arrays than the block, it is returned as it is.
     """

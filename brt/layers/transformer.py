@@ -73,7 +73,7 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table of rows, one for each token, type or bucket; rows are looked up in `dtype`."""
+    """A table with a vector for each token, type or bucket; vectors are returned in `dtype`."""
 
     shape: tuple[int, int]
     axes: tuple[str, str]
@@ -120,7 +120,7 @@ class Block(NamedTuple):
         deviation: float | None = None,
     ) -> Linear:
         """Returns a module that maps axes of the sizes `inputs` to axes of the sizes `outputs`.
-        `deviation` is the standard deviation of its initial kernel if that of the block is None.
+        `deviation` is the standard deviation of its initial kernel if `Block.deviation` is None.
         """
         return Linear(inputs, outputs, axes, self.bias, self.deviation or deviation)
 
@@ -286,7 +286,7 @@ class SelfAttention(Projections):
     def __call__(
         self, x: Float[Array, "B T D"], key: jax.Array, inputs: SharedInputs
     ) -> Float[Array, "B T D"]:
-        """Returns the attention output; `key` is for kinds that draw random numbers."""
+        """Returns the attention output; `key` is a random key for kinds that draw numbers."""
         queries, scale, drop = self.q(x), self.block.scale, self.drop()
         kernels = self.block.kernels
         keys, values = queries if self.shared_queries_keys else self.k(x), self.v(x)
@@ -335,7 +335,7 @@ class EncoderLayer(Residual):
     def __call__(
         self, x: Float[Array, "B T D"], key: jax.Array, inputs: SharedInputs
     ) -> tuple[Float[Array, "B T D"], None]:
-        """Returns the output and None, because `brt.layers.transformer` expects a pair."""
+        """Returns the output and None, because the function `stacked` expects a pair."""
         x = self.around(self.self_attn_norm, x, lambda h: self.self_attn(h, key, inputs))
         return self.around(self.mlp_norm, x, self.mlp), None
 

@@ -142,7 +142,7 @@ def compressive_flops(model: Model) -> int:
     left the window, of the projections of slots to keys and values, and of the compression.
     """
     section, m, width = model.of(Compressive), model, model.heads * model.head_dim
-    # As many keys of the previous block left a token's window as keys of its own block entered it.
+    # For each key of its own block that a token sees, one key of the block before left its window.
     passed_keys = keys_before(m, m.window)
     keys = 4 * m.model_dim * width * section.slots // m.window
     # The FLOPs of the auxiliary loss that trains the compression are not included.
@@ -231,9 +231,9 @@ class CompressiveLayer(WindowLayer):
         cache_mask: Bool[Array, "B N"],
         beyond: Bool[Array, "R Q W"],
     ) -> Mix:
-        # The arguments are the slots, the previous block, the number of slots that each block can
-        # read, whether it may read the previous block, and which of its keys have left the window
-        # of a token; the latter is the same for all rows if R is 1.
+        # `before` is the block before each block, `length` the number of slots that a block can
+        # read, and `cache_mask` True where it may read `before`. `beyond` is True for the keys of
+        # `before` that have left a token's window; it is the same for all rows if R is 1.
         size = self.section.slots
         valid = jnp.arange(size)[None, None] >= size - length[..., None]
         valid = jnp.broadcast_to(valid[:, :, None], (*length.shape, beyond.shape[1], size))
@@ -244,7 +244,7 @@ class CompressiveLayer(WindowLayer):
         bias = self.tokens.far_bias()[None, None, :, None, None]
 
         def attend_beyond_window(queries: Array, part: AttentionPart) -> Array:
-            # One softmax over the window and the older keys, which all have the same bias.
+            # This is one softmax over the window and the older keys, which all have the same bias.
             q, *near = (_by_block(x, length.shape[1]).swapaxes(2, 3) for x in (queries, *part))
             logits = jnp.where(seen[:, :, None], matmul_nt(q, keys) + bias, MASKED)
             output = merge_parts([AttentionPart(*near), attend_to_part(logits, values)]).output

@@ -154,7 +154,7 @@ class DenseMemoryLayer(nn.Module):
         self.tokens = TransformerBlock(unplaced, False, self.training, self.kernels)
 
     def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
-        """Attends block by block, because a block has many attention weights."""
+        """Attends block by block, because the weights of all blocks would take too much memory."""
         m, size = self.model, self.model.of(DenseMemory).size
         queries, own = self._projected(x)
         own = StateKV(*(constrain(z, *_BY_KEY_HEAD) for z in own))
@@ -194,8 +194,8 @@ class DenseMemoryLayer(nn.Module):
         m, size = self.model, self.model.of(DenseMemory).size
         columns = jnp.arange(seen.keys.shape[1])[None]
         valid = (columns >= size) | (columns >= size - length[:, None])
-        # If `Window.mask_empty_cache` is False, places of the memory without a token are attended
-        # to as keys and values of zeros.
+        # If `Window.mask_empty_cache` is False, queries attend to entries of the memory without a
+        # token as keys and values of zeros.
         if not m.sliding.mask_empty_cache:
             kept = valid[:, :, None, None]
             seen = StateKV(*(jnp.where(kept, z, 0) for z in seen))

@@ -106,8 +106,8 @@ _BY_ROWS = 8
 
 @jax.custom_vjp
 def unit_lower_inverse(below: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
-    """Returns the float32 inverse of I + A for each matrix A in `below`, which are zero on and
-    above the diagonal. C is a power of two.
+    """Returns the float32 inverse of I + A for each matrix A in `below`, which is zero on and above
+    the diagonal. C is a power of two.
 
     XLA's own triangular solver is slow for many small matrices: it takes a hundred times as long on
     CPUs, and computes one row after the other on accelerators.
@@ -233,7 +233,7 @@ def delta_rule(
     def body(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
         # `written` and `erased` are X (b V) and X (b d K), and `kept` is the decay of the state
         # over the chunk. The queries are multiplied by the decay since the chunk's beginning, the
-        # keys by that until its end.
+        # keys by the decay until its end.
         queries, keys, attention, written, erased, kept = chunk
         before = state.astype(dtype)
         written = written - matmul_nn(erased, before)
@@ -257,7 +257,7 @@ def _decays(
     distance = place[..., :, None] - place[..., None, :]
     reads = (distance >= 0) & (distance <= since_start[..., None])
     # A sum begins at the start of the token's document, or of the chunk if the document began
-    # earlier. If all began with the chunk, the document before would change their rounding.
+    # earlier. If all sums began with the chunk, the document before would change their rounding.
     total = jnp.sum(jnp.where(reads, log_decay[..., None, :], 0), axis=-1)
     within = _exp(total[..., :, None] - total[..., None, :], reads)
     return within, _exp(total, since_start > place)

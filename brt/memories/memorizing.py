@@ -79,7 +79,7 @@ class Memorizing(KindSection):
         check_reach("Memorizing.layers", self.layers, model)
 
     def check_segment(self, name: str, length: int) -> None:
-        """Raises ConfigError if a segment, of the length in setting `name`, exceeds the memory."""
+        """Raises ConfigError if `length`, the setting `name`, exceeds the size of the memory."""
         check(
             self.size >= length,
             f"Memorizing.size = {self.size} must not be below {name} = {length}",
@@ -87,9 +87,9 @@ class Memorizing(KindSection):
 
 
 class Search(NamedTuple):
-    """How the queries of a block find their neighbours, and what they do without one."""
+    """How the queries of a block find their neighbours, and how missing neighbours count."""
 
-    size: int  # M, the number of tokens before the block among which they search
+    size: int  # M, the number of tokens before the block among which queries search
     neighbors: int  # R
     # "exact" finds the keys with the largest products. "bucketed" divides the tokens among R
     # buckets and finds the best key of each bucket, for which M must be a multiple of R.
@@ -141,8 +141,9 @@ def attend_to_neighbors(
     *,
     null_keys: bool,
 ) -> Float[Array, "B H Q K"]:
-    """Returns the attention output of every query, already scaled, over its R neighbours. With
-    `null_keys`, missing neighbours count as zero keys with zero values; otherwise they are ignored.
+    """Returns the attention output of every query over its R neighbours; queries are already
+    scaled. With `null_keys`, missing neighbours count as zero keys with zero values; otherwise they
+    are ignored.
     """
     logits = jnp.einsum("bhqk,bhqrk->bhqr", queries, keys, preferred_element_type=jnp.float32)
     weights = safe_softmax(jnp.where(there, logits, 0.0 if null_keys else MASKED))
@@ -157,7 +158,7 @@ def reference_attention(
     counts: Int[Array, "B N"],
     search: Search,
 ) -> Float[Array, "B T H K"]:
-    """Computes `memory_attention`, all scores of a block at once.
+    """Computes `memory_attention`, with all scores of a block at once.
 
     If S heads of queries share a head of keys, their S queries for a token are consecutive entries
     of axis T, and T is S times the number of tokens.
@@ -180,8 +181,7 @@ def _window(keys: Float[Array, "B H Z K"], counts: Int[Array, "B N"], search: Se
 
 
 # For a row of the batch, an array of scores, of retrieved keys or of retrieved values has at most
-# this number of elements, which take 32 MiB in float32 (or those of one query in all heads, if
-# these are more).
+# this number of elements (32 MiB in float32), unless one query in all heads needs more.
 AT_ONCE = 2**23
 
 
@@ -201,8 +201,8 @@ def xla_attention(
     gathers them again.
     """
     by_head = queries.swapaxes(1, 2)
-    # The neighbours have no gradient. A layer that is recomputed in the backward pass stores them;
-    # otherwise it would store all scores, which are results of a product.
+    # The neighbours have no gradient. `input_residual` names them, so that a layer whose backward
+    # pass recomputes results stores them instead of all scores, which are results of a product.
     found = _find_in_blocks(*jax.lax.stop_gradient((by_head, keys)), counts, search)
     results = jax.tree.map(dispatch.input_residual, found)
 

@@ -60,8 +60,8 @@ def counts_before(
     size: int,
     delay: int = 0,
 ) -> Int[Array, "B N+1"]:
-    """Returns the number of entries of its document that each block, and the block after the
-    segment, can read in a memory of the last `size` entries.
+    """Returns how many entries each block, and the block after the segment, can read in a memory of
+    the last `size` entries: the entries that belong to the block's document.
 
     Args:
       length: the number of entries of the memory before the segment that belong to the document
@@ -97,7 +97,7 @@ def attend_by_block(
     axis: int,
     dropout: Dropout | None,
 ) -> PyTree[Array]:
-    """Returns the results [B, T, ...] of a function that attends from one block after the other.
+    """Returns the results [B, T, ...] of `attend`, called for one after the other of N blocks.
 
     The backward pass recomputes the attention weights, because storing those of all blocks would
     take too much memory of the device.
@@ -132,8 +132,8 @@ class MemoryState(NamedTuple):
     window: WindowState | LocalState
     keys: Float[Array, "B G M K"]
     values: Float[Array, "B G M K"]
-    # The number of these tokens that belong to the current document. They are the last entries; the
-    # entries before them are zeros.
+    # The number of tokens of the memory, which all belong to the current document. They are the
+    # last entries; the entries before them are zeros.
     length: Int[Array, " B"]
 
 

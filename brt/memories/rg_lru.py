@@ -53,7 +53,7 @@ class RGLRU(KindSection):
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
 
     def check_model(self, model: Model) -> None:
-        """Requires heads that divide the width, and no feedback, to which nothing would attend."""
+        """Requires that `Model.heads` divides `model_dim`, and that `Model.feedback` is False."""
         check(
             not self.layers or model.model_dim % model.heads == 0,
             f"Model.model_dim = {model.model_dim} must be a multiple of Model.heads = "

@@ -30,18 +30,18 @@ from brt.ops.top_k import take
 class ClusterStatistics(NamedTuple):
     """Float32 statistics of C clusters of each head; *L is an axis of layers, if any.
 
-    A centroid, `sums` / `counts`, is the mean of the queries of a cluster's tokens, which have
-    length 1, and is learned without gradients (Routing Transformers, section 4.1, spherical
-    k-means). Sums start as unit vectors and counts start as 1, so that no sum is divided by a count
-    near 0 at the start. Tokens are assigned to clusters by the directions of the centroids alone,
-    so the length of a centroid does not matter.
+    A centroid, `sums` / `counts`, is the mean of a cluster's queries, which are unit vectors. It is
+    learned without gradients (Routing Transformers, section 4.1, spherical k-means). Sums start as
+    unit vectors and counts start as 1, so that no sum is divided by a count near 0 at the start.
+    Tokens are assigned to clusters by the directions of the centroids alone, so the length of a
+    centroid does not matter.
     """
 
     # Moving averages, over train steps, of the number of a cluster's tokens and of the sum of their
     # queries.
     counts: Float[Array, "*L H C"]
     sums: Float[Array, "*L H C K"]
-    # The same since the last `update_averages`, which alone changes the averages.
+    # The number of tokens and the sum of their queries since the last `update_averages`.
     new_counts: Float[Array, "*L H C"]
     new_sums: Float[Array, "*L H C K"]
 
@@ -169,10 +169,10 @@ def readable_tokens(
 
 
 def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Rings:
-    """Returns the rings after a segment: the last R tokens of each cluster in its last document.
+    """Returns the rings after a segment: for each cluster, the last R tokens in the last document.
 
-    If no document starts in the segment, this document started in an earlier segment, and tokens of
-    `rings` stay in a ring until R newer tokens have replaced them.
+    If no document starts in the segment, its tokens continue the document of `rings`, whose tokens
+    stay in a ring until R newer tokens have replaced them.
     """
     clusters, size = rings.keys.shape[2:4]
     visible = readable_tokens(tokens, rings, document_start)
@@ -230,7 +230,7 @@ MIN_CHUNK = 8
 
 
 class ChunkLayout(NamedTuple):
-    """The assignment of the M tokens to the Z = P Q rows of all chunks."""
+    """The assignment of the M tokens to the Z = P Q rows of P chunks."""
 
     sources: Int[Array, "B H Z"]  # The index of the token in each row; M for an empty row.
     rows: Int[Array, "B H M"]  # The row of each token; Z for places without a token.
@@ -254,8 +254,8 @@ def xla_attention(
     visible = readable_tokens(tokens, rings, document_start)
     count, blocks = queries.shape[1], document_start.shape[1]
     clusters, bias_length = rings.keys.shape[2], bias.shape[1]
-    # In every cluster of every document, one chunk may not be full. `chunks` is large enough for
-    # the case that each of these chunks has a single token.
+    # In every cluster of every document, the last chunk may be partly empty. `chunks` is large
+    # enough even if each last chunk has a single token.
     size = min(max(count // (blocks * clusters), MIN_CHUNK), bias_length)
     total = visible.groups.shape[-1]
     chunks = (total + blocks * clusters * (size - 1)) // size

@@ -102,7 +102,7 @@ class SummaryState(NamedTuple):
 
     @property
     def short(self) -> "SummaryState":
-        """Returns this state: code reads the field `short` of both kinds of states."""
+        """Returns this state, because layers read the attribute `short` of both types of states."""
         return self
 
 
@@ -297,7 +297,7 @@ class SummaryLayer(nn.Module):
         bias: Float[Array, "H Q Z"] | None,
         first: Int[Array, ""],
     ) -> Float[Array, "B Q H K"]:
-        # Attends from consecutive places of the block, from place `first` on.
+        # Attends from the places of a block from `first` on; `own` has the block's keys and values.
         section = self.section
         m, state, implementation = self.model, memories.state, self.kernels.masked_attention
         # If `Window.mask_empty_cache` is False, places without a vector count as keys of zeros.
@@ -348,7 +348,7 @@ class SummaryLayer(nn.Module):
         return self._memory(state.vectors) if self.remembers else None
 
     def _distance(self, places: Int[Array, " Q"]) -> Int[Array, "Q Z"]:
-        # Returns the distance of every key from the nearest key that each place attends to. The
+        # Returns how far every key is from the nearest key that the query at each place sees. The
         # keys of the short-term memory come before those of the block.
         m, section = self.model, self.section
         columns = jnp.arange(section.short_memory + m.window + section.summaries)
@@ -399,7 +399,7 @@ class SummaryLayer(nn.Module):
         return LayerOutput(y, block)
 
     def end_block(self, x: None, given: Given) -> LayerOutput:
-        """Processes the summaries, which attend to the complete block, after all its tokens."""
+        """Processes the summaries of the layer below, which attend to all tokens of the block."""
         block = given.block
         window, u = self.model.window, given.summaries[:, 0]
         queries, *kv = self._projected(u)

@@ -122,8 +122,8 @@ class Decoder(nn.Module):
     def prepare_block(
         self, block: StackBlock, position: Int[Array, " B"], model_state: ModelState | None = None
     ) -> StackBlock:
-        """Prepares open blocks, of which `position` tokens have been read, for several calls of
-        `decode_step`; `brt.layers.state.without_ready` removes the data.
+        """Returns open blocks, of which `position` tokens have been read, with data that make
+        calls of `decode_step` faster; `brt.layers.state.without_ready` removes the data.
         """
         return self.stack.prepare_block(block, position, model_state or {})
 
@@ -163,7 +163,7 @@ def new_state(model: Model, batch: int) -> StackState:
 
 
 def forget(model: Model, state: StackState, parts: Collection[str]) -> StackState:
-    """Resets some of the parts "cache", "state" and "memory" as if nothing had been read."""
+    """Returns a state whose `parts` (of "cache", "state", "memory") are as if nothing was read."""
     lanes = len(jax.tree.leaves(state)[0])
     return replace_parts(model, state, new_state(model, lanes), parts)
 

@@ -135,7 +135,7 @@ def sinusoids(length: int, width: int) -> Float[np.ndarray, "T D"]:
 
 
 def check_inputs(model: config.Encoder, inputs: Array) -> None:
-    """Raises ConfigError for inputs of another kind or width, or beyond the learned positions."""
+    """Raises ConfigError if a model cannot read inputs of this kind, width or number."""
     if model.features and (inputs.ndim != 3 or inputs.shape[-1] != model.features):
         raise ConfigError(
             f"inputs are {inputs.dtype} {inputs.shape}, but the encoder reads vectors of width "
@@ -196,7 +196,7 @@ class Classification(Head):
 
 class Spans(Head):
     """The head for extractive question answering: each position gets a logit for the start and one
-    for the end of the answer. Padding has the lowest finite number.
+    for the end of the answer. The logits of padding are the lowest finite number.
     """
 
     def setup(self) -> None:

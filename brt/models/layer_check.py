@@ -82,7 +82,7 @@ class _Reader:
         return _Reading(logits(self.model, weights, output.hidden), output.state)
 
     def read_single_tokens(self, tokens: _Tokens, at_once: int = 1) -> _Reading:
-        """Reads whole blocks by `at_once` tokens per call, from a state that has read nothing.
+        """Reads whole blocks, `at_once` tokens per call, from a state that has read nothing.
         Returns the logits of each call's last token and the state, which must equal those of
         `read`.
         """

@@ -65,8 +65,8 @@ class DecodeState(NamedTuple):
     """The state that generation carries from token to token."""
 
     position: Int[Array, ""]  # The number of target tokens read so far, the same for all beams.
-    own: SelfCache
-    source: CrossCache  # All beams of a source share it.
+    own: SelfCache  # For self-attention.
+    source: CrossCache  # For cross-attention; all beams of a source share it.
 
 
 class Decoded(NamedTuple):
@@ -237,7 +237,7 @@ def extend_positions(params: Params, length: int, method: str = "copy") -> Param
 def extended_position_table(
     table: Float[Array | np.ndarray, "P D"], length: int, method: str
 ) -> Float[Array, "R D"]:
-    """Returns a table of `length` positions, after the first two rows, which no position uses."""
+    """Returns a table of `length` positions after two unused rows, which stay as they are."""
     if method not in ("copy", "interpolate"):
         raise ConfigError(f"extend_positions knows 'copy' and 'interpolate', not {method!r}")
     table = np.asarray(table)
@@ -269,7 +269,7 @@ def seq2seq_flops(
     around each token (LongT5), which is counted with the keys of the window.
     """
     size, segment = model.head_dim, min(cross.segment_size, source)
-    # Of a layer; srformer has products for each source token, and reads one more state per target.
+    # Multiply-adds per channel. In srformer, source tokens are summed into states for targets.
     attention = {
         "full": 2 * target * source,
         "segmented": 2 * target * segment,

@@ -3,6 +3,6 @@
 Each op has a folder; its contract stands in `api.py`, not in its implementations. The argument
 `implementation` names one of these; None selects the first that supports the inputs
 (`brt.ops.dispatch`). Attention computes its softmax in float32 and returns the dtype of the values.
-In shapes, B is the number of rows of the batch, T of tokens, H of heads, K of numbers of a head,
-and *B stands for any leading axes, unless a module says otherwise.
+In shapes, unless a module says otherwise, B is the number of rows of the batch, T of tokens and H
+of heads, K is the size of a head, and *B stands for any leading axes.
 """

@@ -10,7 +10,7 @@ sequence, so the attention is not causal.
 In shapes, X is the number of keys, R of rounds, P of planes of a round (half its buckets), and N of
 chunks of C tokens.
 
-The plain implementations follow these definitions closely enough to be their own references.
+The implementations in plain XLA follow these definitions closely, so they are also the references.
 """
 
 from collections.abc import Callable
@@ -40,8 +40,9 @@ def oracle_top_k(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention of every query to the `count` keys with its largest logits.
 
-    This is "oracle-top" of Vyas et al. 2020, section 4.1. Ties with the last of these keys are
-    included, so the order of the keys does not matter. A query that sees no key gets zeros.
+    This is "oracle-top" of Vyas et al. 2020, section 4.1. Other keys with the smallest of
+    these logits are included, so the order of keys does not matter. A query that sees no key gets
+    zeros.
 
     Args:
       queries: not yet multiplied by `scale`, the factor of the logits.
@@ -107,13 +108,13 @@ def attend_in_chunks(
     scale: float,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Returns Reformer's attention, averaged over the rounds, for the known buckets `ids`.
+    """Returns Reformer's attention, averaged over the rounds, for given buckets `ids`.
 
     Tokens of one bucket stay in the order of their positions. A query that sees no key gets zeros.
 
     Args:
-      queries: not yet multiplied by `scale`, the factor of the logits; also the keys after
-        normalization.
+      queries: not yet multiplied by `scale`, the factor of the logits; the keys are the
+        normalized queries.
       valid: False for padding, which no query sees.
       dropout: of each round's attention weights [B, H, N, C, 2C].
       chunk: C; T need not be a multiple of C.
@@ -184,7 +185,7 @@ def _chunks(x: Array, chunk: int) -> Array:
 
 
 def _with_previous(x: Array) -> Array:
-    # The result is [B, H, N, 2C, ...]. Zeros stand before the first chunk.
+    # Returns [B, H, N, 2C, ...]: each chunk after its previous chunk, the first one after zeros.
     previous = jnp.concatenate([jnp.zeros_like(x[:, :, :1]), x[:, :, :-1]], axis=2)
     return jnp.concatenate([previous, x], axis=3)
 

@@ -54,7 +54,7 @@ def of_inference() -> dict[str, str]:
 
 
 def preferred(width: int) -> dict[str, str]:
-    """Returns the options for the train step on the current backend that the user has not set.
+    """Returns those options for the train step on this backend that the user has not set.
 
     `width` is Model.model_dim. The installed version of the compiler may not know all options.
     """
@@ -71,7 +71,7 @@ def preferred(width: int) -> dict[str, str]:
     return {name: value for name, value in found.items() if f"--{name}" not in by_user}
 
 
-# Experimental options come and go with the versions of jaxlib.
+# Returns False for options that this jaxlib does not know; experimental options come and go.
 def _is_known(name: str, value: str) -> bool:
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options={name: value})

@@ -40,7 +40,7 @@ class _Spec(NamedTuple):
 def tap(
     kernel: Float[Array, "..."], rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1
 ) -> Tap:
-    """Returns the tap, an `xs` of the scan, from which the gradient of `kernel` is computed.
+    """Returns a tap to pass as an `xs` of the scan, from which the gradient of `kernel` comes.
 
     Args:
       kernel: [*inputs, *outputs].
@@ -72,7 +72,7 @@ def dot(
 ) -> Array:
     """Returns the product [*rows, *outputs] of x [*rows, *inputs] with a kernel.
 
-    Without this step's entry of a tap, the kernel has an ordinary gradient.
+    `tap` is this step's entry of a scan's tap. If it is None, the kernel has an ordinary gradient.
     """
     if tap is None:
         return dense(x, kernel, inputs)
@@ -110,5 +110,5 @@ _dot.defvjp(_dot_forward, _dot_backward)
 
 def _stores_transposes() -> bool:
     # For few rows, XLA's CPU backend takes twice as long for a product with a transposed kernel.
-    # Outside of the scan, the kernel is transposed once.
+    # True transposes the kernel once, outside of the backward scan.
     return dispatch.policy().stores_transposes and not partitioned()

@@ -1,9 +1,9 @@
 """Products with weights, which are matrices or kernels with several input or output axes, and
 activations.
 
-XLA's CPU backend transposes and copies the factors of a product that sums over several axes, so
-they are merged by a reshape. They stay separate where heads are sharded, because a merge with
-another axis would move data between devices.
+XLA's CPU backend transposes and copies the factors of a product that sums over several axes, so a
+reshape merges these axes. They stay separate where heads are sharded, because a merge with another
+axis would move data between devices.
 
 Models have the kernels of equal layers in one array with an axis of layers. In a loop over layers,
 XLA's CPU backend copies a layer's kernel out of this array. If few tokens are read at a time, the
@@ -74,10 +74,7 @@ def are_separate(kernels: PyTree[Array]) -> bool:
 
 
 def of_layer(kernels: Array | SeparateKernels, layer: Int[Array, ""]) -> Array | LayerKernel:
-    """Returns the parameter of a layer from those of all layers.
-
-    An array has an axis of layers in front.
-    """
+    """Returns the kernel of a layer; an array `kernels` has the layers on its first axis."""
     if isinstance(kernels, SeparateKernels):
         return LayerKernel(kernels, layer)
     return jax.lax.dynamic_index_in_dim(kernels, layer, keepdims=False)
@@ -124,13 +121,14 @@ def _product_of_layer(x: Array, kernel: LayerKernel, inputs: int) -> Array:
 
 
 def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array, Array]]:
-    """Computes `dense` and its residuals, for functions with custom gradients of their own.
+    """Returns the result of `dense` and its residuals, for the forward rules of other functions.
 
     The custom gradient of `dense` would hide the product from the policies of `remat_keep`.
     """
     used = kernel
     if inputs == 1 and kernel.ndim > 2 and kernel.dtype != x.dtype:
-        # XLA for TPUs converts a kernel of heads in a pass of its own, which is not repeated.
+        # XLA for TPUs converts the dtype of a kernel with an axis of heads in a separate pass over
+        # memory. The converted kernel is saved, so the backward pass does not convert it again.
         used = dispatch.input_residual(kernel.astype(x.dtype))
     return _dense(x, kernel, inputs), (x, used, kernel)
 
@@ -149,8 +147,8 @@ def input_gradient(kernel: Float[Array, "..."], dy: Float[Array, "..."], inputs:
     if is_sharded("heads") or not dispatch.policy().stores_transposes:
         axes = tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, kernel.ndim))
         return jnp.tensordot(dy, kernel, axes=axes)
-    # With 512 rows on a CPU, a matmul takes 1.2 to 1.4 times as long if XLA has to read its second
-    # factor transposed. The factor is therefore transposed by a copy first.
+    # The kernel is first transposed by a copy. With 512 rows on a CPU, a matmul takes 1.2 to 1.4
+    # times as long if XLA has to read its second factor against the memory order.
     dx = jnp.matmul(_flatten_last(dy, outputs), transposed(_matrix(kernel, inputs)))
     return dx.reshape(*dy.shape[: dy.ndim - outputs], *kernel.shape[:inputs])
 

@@ -38,7 +38,7 @@ def _accepts_all(*_: Any, **__: Any) -> None:
     return None
 
 
-# The backends on which `auto` may select an implementation of this name, by default all.
+# The backends on which `auto` may select an implementation, by its name; all for other names.
 _AUTO: dict[str, tuple[str, ...]] = {
     "pallas_tpu": ("tpu",), "pallas_gpu": ("gpu",), "xla_cpu": ("cpu",),
     "pallas_interpret": (), "reference": (),
@@ -85,8 +85,8 @@ class BackendPolicy(NamedTuple):
     # computed as products of matrices, whose axes are merged by a reshape.
     merges_rows: bool = False
     # If heads do not fill vector registers, projections to heads are computed as products of
-    # matrices. Most places of an array [..., heads, numbers of a head] would be padding when it is
-    # stored or copied.
+    # matrices. An array [..., heads, size of a head] would mostly be padding when it is stored or
+    # copied.
     flattens_small_heads: bool = False
     # A sum over many adjacent numbers is computed as the sum of several parts.
     splits_wide_sums: bool = False
@@ -109,7 +109,7 @@ class BackendPolicy(NamedTuple):
     sends_arrays_together: bool = False
     # The optimizer's state is sharded over replicas if the setting for this sharding is 'auto'.
     shares_optimizer_state: bool = True
-    # Also the step of a single device has a separate array for each layer of a stack
+    # A train step on a single device, too, has a separate array for each layer of a stack
     # (`brt.training.layer_forms`).
     separates_layers: bool = True
     # Products of a few vectors with a matrix need other forms than products of many vectors
@@ -208,8 +208,8 @@ def device_kind() -> str:
 def use_backend(name: str, device: Any = None) -> Iterator[None]:
     """Context in which programs are compiled for a backend that this process does not have.
 
-    A function that is traced inside this context must not be used outside of it, or in the context
-    of another backend, because the cache of `jax.jit` ignores this setting.
+    `device` is one of the backend's devices, if known. A function that is traced in this context
+    must not be used outside of it or for another target: the cache of `jax.jit` ignores targets.
     """
     token = _other_target.set((name, device))
     gpu = name == "gpu" and device is not None
@@ -223,7 +223,7 @@ def use_backend(name: str, device: Any = None) -> Iterator[None]:
 def choice(op: Op, name: str | None, *inputs: Any, **options: Any) -> str:
     """Returns the name of the implementation by which `run` computes an op from the given inputs.
 
-    If `name` is None or 'auto', it is the first implementation that `auto` may select on the
+    If `name` is None or 'auto', this is the first implementation that `auto` may select on the
     backend and that does not refuse the inputs.
 
     Raises:
@@ -287,7 +287,7 @@ def _record_choice(op: str, name: str) -> None:
 def on_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Returns a version of `function` that each device runs on its own parts of the arrays.
 
-    XLA cannot partition a kernel, so kernels run in this way.
+    XLA cannot partition a Pallas kernel, so such kernels run in this way.
     """
     return jax.shard_map(
         function, in_specs=in_specs, out_specs=out_specs, axis_names=rules.automatic_axes(),
@@ -296,5 +296,5 @@ def on_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> C
 
 
 def dropout_refusal(*_: Any, dropout: Any = None, **__: Any) -> str | None:
-    """Refuses inputs with dropout; the `refusal` of implementations that have no dropout."""
+    """Returns a reason if there is dropout, or None; a `refusal` for functions without dropout."""
     return None if dropout is None else "has no dropout; set its rate to 0"

@@ -2,7 +2,7 @@
 
 The float32 logits of a long segment would be the largest arrays of a train step, so they are
 computed for one chunk of tokens at a time, and again in the backward pass. In shapes, D is the
-number of numbers of a token's vector, and V of tokens of the vocabulary.
+size of a token's vector, and V the size of the vocabulary.
 """
 
 import jax
@@ -35,9 +35,9 @@ def summed_divergence(
 ) -> Float[Array, ""]:
     """Returns the sum of `divergence` over the tokens where `mask` is True.
 
-    Each token has its last hidden vector in both models, and its logits are scale * vector @
-    weights.T, capped by `softmax.soft_capped`. At most `chunk` tokens of a row have logits at
-    once. The teacher gets no gradient.
+    `student` and `teacher` are the last hidden vectors of each token. The logits of a vector are
+    scale * vector @ weights.T, capped by `softmax.soft_capped`. At most `chunk` tokens of a row
+    have logits at once. The teacher gets no gradient.
     """
     teacher, teacher_weights = jax.lax.stop_gradient((teacher, teacher_weights))
     chunk = chunk_length(student.shape[1], chunk)

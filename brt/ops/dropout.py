@@ -34,8 +34,8 @@ _FAST_HASHES = "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p"
 class Dropout:
     """Inverted dropout: entries are zeroed with probability `rate`, the others are scaled up.
 
-    A key drops the same entries of all arrays of one shape. CPUs round `rate` to multiples of
-    1/256.
+    With one key, the same entries of all arrays of equal shape are dropped. CPUs round `rate` to
+    multiples of 1/256.
     """
 
     # The random key `rng` is an array. The field's type is Any because JAX's tree functions put
@@ -72,7 +72,7 @@ class Dropout:
         return DropoutMask(*dispatch.run(OP, None, self.rng, self.rate, lanes, shape))
 
     def part(self, index: Array | int) -> "Dropout":
-        """Returns a `Dropout` with a random key of its own; callers use an index for each array."""
+        """Returns a `Dropout` with a key derived from `index`; each array needs another index."""
         return Dropout(jax.random.fold_in(self.rng, index), self.rate)
 
 
@@ -100,7 +100,7 @@ class DropoutMask:
 
 
 def _draw_once(x: Array) -> Array:
-    # XLA for TPUs would otherwise compute the hash for every reader.
+    # XLA for TPUs would otherwise compute the hash again in every operation that reads x.
     if not dispatch.policy().stores_barriers:
         return x
     return checkpoint_name(jax.lax.optimization_barrier(x), dispatch.KERNEL_RESIDUAL)
@@ -126,7 +126,7 @@ def _draw_hash(
 
 
 def _position_terms(rows: Int[Array, " B"], shape: tuple[int, ...]) -> list[UInt32[Array, " _"]]:
-    """Returns what the axes add to an entry's position in the array of all devices."""
+    """Returns, for each axis, what its indices add to a position in the array of all devices."""
     sizes = [math.prod(shape[i:]) for i in range(len(shape) + 1)]
     each = rows, *(jnp.arange(n) for n in shape)
     return [x.astype(jnp.uint32) * jnp.uint32(n % 2**32) for x, n in zip(each, sizes, strict=True)]

@@ -19,8 +19,8 @@ _BITS = 32  # A word has this many bits.
 def bit_layout(rows: int) -> tuple[int, int, int]:
     """Returns how `pack` splits rows into groups of registers.
 
-    The result has the number of groups, of registers of a group (the bits of a word in use), and of
-    rows of a register; their product is `rows`.
+    The result has the number of groups, the number of registers in a group (which is the number of
+    used bits in a word), and the number of rows in a register. Their product is `rows`.
     """
     register_rows = math.gcd(rows, _ROWS)
     bits = max(n for n in range(1, _BITS + 1) if rows // register_rows % n == 0)

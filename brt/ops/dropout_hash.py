@@ -1,4 +1,4 @@
-"""The hash of `dropout.Dropout` in signed numbers, for kernels of masked attention."""
+"""The hash of `dropout.Dropout` in signed integers, for the kernels of masked attention."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from brt.distributed import rules
 from brt.ops.dropout import Dropout
 
-_GOLDEN = 0x9E3779B9  # the factor of the place in the hash
+_GOLDEN = 0x9E3779B9  # The hash multiplies the index of a weight by this number.
 
 
 def query_keys(dropout: Dropout, queries: int) -> UInt32[Array, "T 2"]:
@@ -17,10 +17,10 @@ def query_keys(dropout: Dropout, queries: int) -> UInt32[Array, "T 2"]:
 
 
 def draw_words(keys: UInt32[Array, "T 2"], lanes: int, each: int) -> Int[Array, "B 2 T"]:
-    """Returns the two words with which the kernels hash dropout of each query's weights.
+    """Returns, for each query, two words with which the kernels hash the dropout of its weights.
 
-    The first depends on the row of the batch. `each` is the number of weights of a query in all
-    heads.
+    The first word depends on the row of the batch, of which there are `lanes`. `each` is the
+    number of weights of a query in all heads.
     """
     row = rules.lane_indices(lanes).astype(jnp.uint32)[:, None]
     first = row * jnp.uint32(each * _GOLDEN % 2**32) + keys[None, :, 0]

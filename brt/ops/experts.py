@@ -1,8 +1,9 @@
-"""MLPs among which a router chooses for each token (experts), of which no token is dropped.
+"""Mixture of experts: a router chooses MLPs (experts) for each token, and no token is dropped.
 
 The rows of tokens are sorted by expert and cut into tiles, which are multiplied with the weights of
-their expert one after another. On CPUs, `jax.lax.ragged_dot` multiplies all tokens with all experts
-instead. In shapes, E is the number of experts, C of experts of a token, and F of hidden units.
+their expert one after another. `jax.lax.ragged_dot` is not used, because on CPUs it multiplies all
+tokens with all experts. In shapes, E is the number of experts, C of experts of a token, D of
+features of a token, and F of hidden units.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ class ExpertWeights(NamedTuple):
 
 
 def gated_unit(hidden: Array, gate: Array, *, name: str, clamp: float) -> Array:
-    """Returns `hidden` times the activation of the gate, or what `MLP.clamp` says."""
+    """Returns `hidden` times the activation of `gate`; with a clamp, the units of `MLP.clamp`."""
     if not clamp:
         return hidden * activation(gate, name)
     gate = jnp.minimum(gate, clamp)
@@ -57,17 +58,17 @@ def apply_experts(
     x: Float[Array, "B T D"], weights: ExpertWeights, unit: Unit, count: int, normalize: bool,
     tokens: str | None = None,
 ) -> Float[Array, "B T D"]:  # fmt: skip
-    """Returns the sum of the outputs of each token's experts, times their shares (`route`).
+    """Returns, for each token, the sum of its experts' outputs, weighted by their shares (`route`).
 
-    `tokens` names the axis of tokens if it is sharded. Each device computes its own tokens with its
-    own part of the hidden units of all experts.
+    `tokens` is the logical name of the axis of tokens if it is sharded. Each device computes its
+    own tokens with its own part of the hidden units of all experts.
     """
     logits = dense(x, weights.router)
     if weights.router_bias is not None:
         logits = add_shared(logits, weights.router_bias)
     chosen, shares = route(logits, count, normalize)
     experts = weights._replace(router=None, router_bias=None)
-    if weights.out_bias is not None:  # Every part adds its share of the bias.
+    if weights.out_bias is not None:  # Each device adds a part of the bias.
         parts = rules.shard_count("mlp", weights.out.shape[1])
         experts = experts._replace(out_bias=weights.out_bias / parts)
 
@@ -108,7 +109,7 @@ def _by_expert(
     sizes = jnp.bincount(chosen, length=experts)
     whole = -(-sizes // tile) * tile
     ends, tiles = jnp.cumsum(whole), -(-size // tile) + experts
-    # The places of sorted rows in the tiles, of which each expert has as many as it needs.
+    # The indices of the sorted rows in the tiles. Every expert has as many tiles as it needs.
     places = jnp.arange(size) + (ends - whole - jnp.cumsum(sizes) + sizes)[chosen[order]]
     rows = jnp.zeros((tiles * tile, x.shape[1]), x.dtype).at[places].set(x[order // count])
     owners = jnp.searchsorted(ends, tile * jnp.arange(tiles), side="right")

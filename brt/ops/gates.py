@@ -1,6 +1,6 @@
 """Gates of the recurrent cell (Block-Recurrent Transformers, equations 1-4).
 
-In shapes, S is the number of states, D of numbers of a state; *M stands for the axes of the
+In shapes, S is the number of states, and D the size of a state; *M stands for the axes of the
 features from which a gate is computed.
 """
 
@@ -43,13 +43,12 @@ def gate(
 ) -> Float[Array, "B S D"]:
     """Returns the next states in float32, a mixture of the states s and the proposed updates z.
 
-    The kinds of gates, of which lstm and gru compute their weights from the features h, are:
+    The kinds of gates are the following; f, i and the g of gru are computed from the features h:
 
       * fixed: g s + (1 - g) z with a learned constant g (equations 2-3);
       * lstm: f s + i z, with biases of +1 and -1 so that the gate remembers at first (equation 4,
         section 3.5);
-      * gru: g s + (1 - g) z, with g computed from h and a bias of +1, as in the original code of
-        the paper.
+      * gru: g s + (1 - g) z, with a bias of +1, as in the original code of the paper.
     """
     z = z.astype(jnp.float32)
     if kind == "fixed":

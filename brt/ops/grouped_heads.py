@@ -81,7 +81,8 @@ def spread_over_devices(x: Array, heads: int, names: tuple[str | None, ...]) -> 
     """Returns keys or values whose heads can be sharded over the same devices as the queries.
 
     Heads are repeated only if the number of devices does not divide the number of heads of keys.
-    `names` are the logical names of the axes of x, with "heads" for the axis of heads.
+    `heads` is the number of heads of queries. `names` are the logical names of the axes of x, with
+    "heads" for the axis of heads.
     """
     axis = names.index("heads")
     groups, devices = x.shape[axis], rules.shard_count("heads", heads)
@@ -90,7 +91,7 @@ def spread_over_devices(x: Array, heads: int, names: tuple[str | None, ...]) -> 
 
 
 def summed_over_groups(x: Float[Array, "..."], groups: int, axis: int) -> Float[Array, "..."]:
-    """Returns the gradients of G heads of keys, as sums over the H heads of queries on `axis`."""
+    """Returns the gradients of G heads of keys: sums over the groups of H heads on `axis`."""
     members = x.shape[axis] // groups
     if members == 1:
         return x
@@ -106,9 +107,9 @@ def summed_over_groups(x: Float[Array, "..."], groups: int, axis: int) -> Float[
 def local_groups(x: Float[Array, "B T G K"], heads: int, members: int, axis: str) -> Array:
     """Returns the heads of keys or values that the queries of the current device attend to.
 
-    This is for use within `shard_map` over the mesh axis `axis`, if the heads of queries are
-    sharded over so many devices that every device has all heads of keys. The result has one head if
-    all `heads` queries of the device belong to one group, and otherwise one for each of them.
+    This is for use within `shard_map` over the mesh axis `axis`, if every device has all heads of
+    keys, but only `heads` heads of queries. Groups have `members` (R) heads of queries. If the
+    device's heads belong to one group, the result has one head, and otherwise `heads`.
     """
     first = jax.lax.axis_index(axis) * heads
     if members % heads == 0:

@@ -2,7 +2,7 @@
 
 That backend can fuse a transpose with a computation, in a loop that reads the array against its
 memory order; a separate copy is three to eight times as fast. On other backends, and where an array
-is sharded, only an optimization barrier stands around a transpose: to constrain the layout of a
+is sharded, a transpose is only followed by an optimization barrier: to constrain the layout of a
 sharded array, XLA would gather it on every device.
 """
 

@@ -25,7 +25,7 @@ def lookup(
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _lookup_sharded(table: Array, ids: Array, dtype: str, axis: str | None) -> Array:
     # Each device converts its columns to `dtype`, which is usually smaller, before it gathers the
-    # others.
+    # columns of other devices.
     whole = constrain(table.astype(dtype), axis, None)
     return _shard_by_lane(jnp.take(whole, ids, axis=0))
 

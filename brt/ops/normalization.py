@@ -20,8 +20,8 @@ def _inverse(
     x: Float[Array, "*B D"], weight: float, epsilon: float = EPSILON
 ) -> Float[Array, "*B 1"]:
     squares = sum_last(jnp.square(x.astype(jnp.float32)))
-    # Rematerialized layers that save this number per vector need not read all of x again to compute
-    # it.
+    # Rematerialized layers that save this number of each vector need not compute it again from all
+    # of x.
     return dispatch.output_residual(jax.lax.rsqrt(weight * squares + epsilon))
 
 
@@ -111,8 +111,8 @@ l2_normalize.defvjp(_l2_forward, _l2_backward)
 def scaled_unit(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Array:
     """Returns x / |x| * scale.
 
-    The axes of `scale` are those that stand right before the last axis of x, usually only the axis
-    of heads; each head then has a norm of its own.
+    `scale` has the axes right before the last axis of x, usually only the axis of heads; each head
+    then has a separate norm.
     """
     return _unit_forward(x, scale)[0]
 

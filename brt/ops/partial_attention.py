@@ -71,7 +71,7 @@ attend_to_part.defvjp(_forward, _backward)
 
 
 def merge_parts(parts: Sequence[AttentionPart]) -> AttentionPart:
-    """Returns, in float32, one softmax over all keys from attention to disjoint subsets of them.
+    """Returns the float32 attention to all keys, from the parts of disjoint subsets of the keys.
 
     The axes of the parts are broadcast against each other.
     """
@@ -82,8 +82,8 @@ def merge_parts(parts: Sequence[AttentionPart]) -> AttentionPart:
 
 
 def with_zero_values(part: AttentionPart, logits: Float[Array, "..."]) -> AttentionPart:
-    """Adds keys whose values are zero to the softmax; `logits` is the log-sum-exp of their logits,
-    which is broadcast.
+    """Returns the part after keys with the value zero are added to its softmax. `logits`, which is
+    broadcast, is the log-sum-exp of the logits of the added keys.
     """
     lse = jnp.logaddexp(part.lse, logits)
     share = jnp.exp(part.lse - lse)[..., None]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from brt.ops import dispatch
 
-_BLOCK = 128  # the queries and keys of a block of a large tile
+_BLOCK = 128  # A large tile is built from blocks of this many queries and keys.
 
 
 def t5_buckets(distances: np.ndarray, *, buckets: int, max_distance: int) -> np.ndarray:
@@ -167,7 +167,7 @@ class RotarySpeeds(NamedTuple):
     """The angles in radians by which rotary embeddings rotate pairs of channels per token, and the
     number by which rotated channels are multiplied.
 
-    The angles are a tuple, so that equal angles compare as equal as a static argument of a program.
+    The angles are a tuple, so that a jitted function can have them as a static argument.
     """
 
     radians: tuple[float, ...]
@@ -180,7 +180,7 @@ def rotary_speeds(
     """Returns the angles per token of rotary embeddings, for heads with `size` rotated channels.
 
     Pair i of R = size / 2 pairs rotates by base ** (-i / R) radians (Su et al. 2021), divided by
-    number i of `divisors`. A single number is for all pairs, and an empty tuple stands for 1.
+    number i of `divisors`. A tuple of one number is for all pairs, and an empty tuple stands for 1.
     """
     speeds = base ** (-np.arange(size // 2) / (size // 2))
     # The pretrained decoders of Hugging Face were trained with speeds that are rounded to float32.

@@ -3,9 +3,8 @@
 The suffix of a name has a letter for each factor, as in BLAS: N for a factor as it is, T for a
 factor that is transposed.
 
-XLA's CPU backend computes products of a few vectors with large matrices, as in generation, slowly
-in the form in which products of many vectors are fast; `BackendPolicy.rewrites_few_rows` turns on
-other forms.
+Generation multiplies a few vectors with large matrices. XLA's CPU backend is slow at these products
+in the form that is fast for many vectors; `BackendPolicy.rewrites_few_rows` turns on other forms.
 """
 
 import math
@@ -33,7 +32,7 @@ einsum: Callable[..., Array] = partial(jnp.einsum, preferred_element_type=jnp.fl
 def einsum_float32(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Array:
     """Returns jnp.einsum(spec, a, b) in float32, for any order of the axes."""
     # XLA's CPU backend has no product of bfloat16 factors whose float32 result is transposed. The
-    # result is the same, because products of bfloat16 numbers are exact in float32.
+    # result of float32 factors is the same, as products of bfloat16 numbers are exact in float32.
     if dispatch.policy().float32_factors:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
@@ -98,7 +97,7 @@ def transposed_product(x: Float[Array, "*B D"], matrix: Float[Array, "V D"]) -> 
 def product_of_columns(
     x: Float[Array, "R D"], multiply: Callable[[Float[Array, "D R"]], Float[Array, "V R"]]
 ) -> Float[Array, "R V"]:
-    """Returns the products of R vectors with a matrix, which `multiply` multiplies by columns."""
+    """Returns the products of a matrix and R vectors; `multiply` takes the vectors as columns."""
     # XLA's CPU backend is fastest at 8 to 32 vectors if the matrix [V, D] is the left factor, in
     # row-major order. Transposed copies of the few vectors and of their products cost little.
     return transposed(multiply(transposed(x)))

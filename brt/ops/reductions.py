@@ -44,8 +44,8 @@ def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
 def sequential_sum(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
     """Returns the sum of x over the first `axes` axes, by a loop that adds one term at a time.
 
-    It is faster if one term, such as x[0, ..., 0], fills a processor's cache. The loop makes XLA's
-    CPU backend store x, which XLA would otherwise compute a second time for the sum.
+    It is faster than `sum_leading` if one term, such as x[0, ..., 0], fills a processor's cache.
+    The loop makes XLA's CPU backend store x, instead of computing x a second time for the sum.
     """
     if not can_merge_axes(axes):
         return jnp.sum(x, axis=tuple(range(axes)))

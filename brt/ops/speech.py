@@ -43,9 +43,9 @@ def spec_augment(
     """Returns the features of a spectrogram with random bands of time and of features set to 0,
     which is the mean of normalized features (SpecAugment, Park et al., 2019).
 
-    Each row of the batch draws its own bands: `time_masks` and `feature_masks` are their number and
-    their largest width. The width of a band is drawn uniformly from 0 to this width, and a band
-    covers at most half of the row's valid frames or of the features. The position is drawn
+    Bands are drawn for each row of the batch; `time_masks` and `feature_masks` are pairs: (number
+    of bands, largest width). The width of a band is drawn uniformly from 0 to this width, or to
+    half of the row's valid frames or of the features if that is less. The position is drawn
     uniformly from all positions where the band fits.
     """
     keys = lane_keys(key, len(features))
@@ -67,7 +67,8 @@ def random_bands(
 ) -> Bool[Array, " size"]:
     """Returns a mask of `size` entries that is True in `count` random bands, which may overlap.
 
-    The bands are within the first `length` entries, and each covers at most half of these.
+    A band is within the first `length` entries, covers at most half of them, and has at most
+    `widest` entries.
     """
     width_key, place_key = jax.random.split(key)
     limit = jnp.minimum(widest, length // 2)

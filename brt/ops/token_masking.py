@@ -38,9 +38,9 @@ def mask_tokens(
     share: float,
     mask_id: int,
 ) -> MaskedTokens:
-    """Chooses a `share` of each row's valid tokens to predict, and replaces most in the input.
+    """Chooses a `share` of each row's valid tokens to predict, and replaces most of them.
 
-    A row's choice depends on its key alone. `mask_id` must be greater than all other tokens.
+    The choice for a row depends only on its key. `mask_id` must be greater than all other tokens.
     """
     length = tokens.shape[1]
     slots = prediction_slots(length, share)
@@ -72,7 +72,7 @@ def prediction_counts(valid: Bool[Array, "B T"], share: float) -> Int[Array, " B
 
 
 def prediction_slots(length: int, share: float) -> int:
-    """Returns R for rows of `length` tokens, which `prediction_counts` never exceeds."""
+    """Returns R for rows of `length` tokens: enough slots for any result of `prediction_counts`."""
     # One slot is added, because `prediction_counts` computes in float32 and may round a half up
     # where Python rounds the half down.
     slots = max(round(length * share) + 1, 1)

@@ -40,7 +40,7 @@ _top_k.def_partition(
 
 
 def top_k(x: Float[Array, "*B M"], count: int) -> tuple[Float[Array, "*B R"], Int[Array, "*B R"]]:
-    """Returns the R = `count` largest values of each row, in descending order, and indices."""
+    """Returns the R = `count` largest values of each row in descending order, and their indices."""
     # In a `shard_map` over replicas of the parameters, each device computes on its own arrays, and
     # XLA partitions nothing. Top-k therefore needs no custom partitioning there.
     if rules.in_replica():

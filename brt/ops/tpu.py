@@ -26,7 +26,7 @@ NN = (((1,), (0,)), ((), ()))
 
 
 def vmem_limit() -> int:
-    """Returns the bytes of VMEM that a kernel may use on the chip that is compiled for."""
+    """Returns the bytes of VMEM that a kernel may use on the kind of TPU that is compiled for."""
     return _V4_VMEM_BYTES if "v4" in dispatch.device_kind() else VMEM_BYTES
 
 
@@ -87,8 +87,8 @@ def l2_normalize_rows_backward(
     gradient: Float[Array, "*B R K"],
     inverse: Float[Array, "*B R 1"] | None = None,
 ) -> tuple[Float[Array, "*B R K"], Float[Array, "*B R 1"]]:
-    """Returns the gradient of x from `gradient`, that of u = x / |x|; and, for each row, the dot
-    product of `gradient` and u.
+    """Returns the gradient of x, where `gradient` is that of u = x / |x|; and, for each row,
+    the dot product of `gradient` and u.
 
     Both results are float32. The dot products give the gradient of a scale. If `inverse` (1 / |x|)
     is None, it is computed again, which takes longer than the rest of the function.

@@ -135,9 +135,9 @@ class Module:
     ) -> Iterator[tuple[str, Instruction, int]]:
         """Yields (name of its computation, instruction, number of executions) for each instruction.
 
-        These are the instructions that `computation` ("": the entry) executes, when it runs `times`
-        times, with those in its loops, branches and calls. Instructions within a fusion are left
-        out, because the fusion runs as one instruction.
+        These are the instructions that `computation` ("" stands for the entry) executes when it
+        runs `times` times, including those in its loops, branches and calls. Instructions within a
+        fusion are left out, because the fusion runs as one instruction.
         """
         computation = computation or self.entry
         for instruction in self.computations[computation].values():
@@ -167,7 +167,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _parse(name: str, rest: str, is_root: bool) -> Instruction:
-    """Parses the part of a line after the equals sign."""
+    """Returns the instruction whose line has `name` before the equals sign, and `rest` after it."""
     end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
     kind, rest = rest[:end], rest[end:].lstrip()
     operation = rest[: rest.index("(")]
@@ -270,7 +270,7 @@ def _summands(instruction: Instruction, left: tuple[int, ...], right: tuple[int,
     return total
 
 
-# These operations read no more of their first operand than their result has.
+# These operations read at most as many bytes of their first operand as their result has.
 _SLICES = "slice", "dynamic-slice", "gather"
 # These operations update their first operand in place; the number is the index of the operand that
 # has the new values.
@@ -282,7 +282,7 @@ _STARTS = {"copy-start": 0, "slice-start": 1}
 def traffic(module: Module, computation: str, instruction: Instruction, anywhere: bool) -> int:
     """Returns the bytes that an instruction reads and writes in the main memory (HBM).
 
-    If `anywhere` is True, the bytes in all memories are counted.
+    If `anywhere` is True, the bytes in all memories are counted, but 0 for a copy between memories.
     """
     inside = module.computations[computation]
     sources = [shapes(inside[o].type) if o in inside else [] for o in instruction.operands]
@@ -324,7 +324,7 @@ def _copies_between_memories(instruction: Instruction, sources: list[list[Shape]
 
 
 def _slices(module: Module, called: str) -> dict[int, int]:
-    """Returns the bytes of each parameter, by index, that a fused computation slices."""
+    """Returns the bytes read of each parameter that a fusion slices, by the parameter's index."""
     inside = module.computations[called].values()
     sizes = {
         int(instruction.body): _sliced(module, called, instruction.name)
@@ -335,7 +335,7 @@ def _slices(module: Module, called: str) -> dict[int, int]:
 
 
 def _sliced(module: Module, computation: str, name: str) -> int | None:
-    """Returns the bytes of the slices of an array that are read; None if all of it is read."""
+    """Returns the bytes of the slices that are read of an array; None if all of it is read."""
     users = [
         instruction
         for instruction in module.computations[computation].values()
@@ -360,7 +360,7 @@ def _sliced(module: Module, computation: str, name: str) -> int | None:
 
 
 def _updates(module: Module, called: str) -> list[int | None]:
-    """Returns the bytes that a fusion writes of each result updated in place; None for others."""
+    """Returns the bytes that a fusion writes of each result; None if it is not updated in place."""
     inside = module.computations[called]
     root = next(instruction for instruction in inside.values() if instruction.is_root)
     results = [inside[o] for o in root.operands] if root.operation == "tuple" else [root]
@@ -381,7 +381,7 @@ COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
 )  # fmt: skip
 BETWEEN_SLICES = " between slices"
-# Between the slices of TPUs, the hosts transfer what devices send them and what they receive.
+# Data between slices of TPUs go through the hosts, by `send` and `recv` with these attributes.
 _HOST_TRANSFER = re.compile(
     r'_xla_host_transfer_rendezvous="([^"]+)".*_xla_megascale_transfer_type="(\w+)"'
 )
@@ -398,9 +398,8 @@ class Overlap(NamedTuple):
 
 
 class Overlaps:
-    """Finds the overlapping collectives of a program, whose instructions it reads in their order.
-
-    `found` are the collectives that have ended.
+    """Finds the collectives of a program that run beside other instructions. The methods are called
+    with all instructions, in their order; `found` has the collectives that have ended.
     """
 
     def __init__(self, module: Module):
@@ -419,7 +418,7 @@ class Overlaps:
         return started
 
     def ended(self, instruction: Instruction) -> bool:
-        """Returns True if an instruction waits for the end of a collective."""
+        """Returns True if an instruction waits for the end of a collective; adds it to `found`."""
         if not instruction.name.startswith(_FUSED_DONE) and not (
             instruction.operation.endswith("-done")
             and instruction.operation.removesuffix("-done") in COLLECTIVES
@@ -531,8 +530,8 @@ class Costs(NamedTuple):
     unknown: tuple[str, ...] = ()  # names of Pallas kernels whose cycles are unknown
     instructions: tuple[InstructionGroup, ...] = ()  # most expensive first, without collectives
     overlaps: tuple[Overlap, ...] = ()  # collectives that run beside other instructions
-    # Those cycles in `parts` that are of kernels whose products or bytes need more cycles at the
-    # chip's peak rates than their schedules have. They are counted at the peak rates.
+    # The cycles in `parts` of Pallas kernels whose products or bytes take longer at the chip's peak
+    # rates than their schedules, so that `parts` has their cycles at the peak rates.
     cycles_at_peak: float = 0.0
 
     @property
@@ -611,7 +610,7 @@ def part_of(source: str) -> str:
 
 
 def _neighbour(module: Module, computation: str, instruction: Instruction) -> str:
-    """Returns the path of names of an operand or user, for an instruction without a path."""
+    """Returns the path of names of an operand or user of an instruction; "" if none has a path."""
     inside = module.computations[computation]
     for operand in instruction.operands:
         if operand in inside and inside[operand].source:
@@ -644,8 +643,8 @@ def instruction_cost(
 
 
 def _gpu_cycles(flops: float, size: int, chip: str) -> float:
-    """Returns the cycles of a kernel at the rates that large products and copies reached on an
-    H100: 748 TFLOP/s and 3 TB/s, which are these shares of the peak. Its start takes 2 us.
+    """Returns the cycles of a kernel that reaches the shares of the peak that large products and
+    copies reached on an H100 (748 of 989 TFLOP/s, 3 of 3.35 TB/s). Its start takes 2 us.
     """
     products, memory = _least(flops, size, chip)
     return max(products * 989 / 748, memory * 3.35 / 3) + 2e-6 * CHIPS[chip].clock

@@ -13,14 +13,14 @@ import math
 import re
 from collections.abc import Mapping
 
-# The version of libtpu, the TPU compiler, that the table below was counted with. With version
+# The version of libtpu, the TPU compiler, with which the bundles below were counted. With version
 # 0.0.50.1, the schedules of some kernels are longer.
 LIBTPU = "0.0.42.1"
 _CHIPS = "v4", "v5e", "v5p", "v6e"
 
 
 def _by_chip(table: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, int]]:
-    """Returns the numbers of each kernel by the names of the chips."""
+    """Returns, for each kernel, the numbers of bundles by the name of the chip."""
     return {kernel: dict(zip(_CHIPS, numbers, strict=True)) for kernel, numbers in table.items()}
 
 
@@ -33,9 +33,9 @@ _CORES = {"v4": 2, "v5p": 2}
 # changes; the table has the longest schedule that was observed.
 BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
     {
-        # The sizes of attention are heads, queries, keys and numbers of all heads of a step. For
+        # The sizes of attention are heads, queries, keys and the width of all heads of a step. For
         # documents with windows of 2,048 and heads of 128, the bundles of v5p and v6e are those of
-        # earlier kernels.
+        # earlier versions of the kernels.
         "window_attention_1x512x512x128": (3948, 2364, 2668, 1585),
         "window_attention_backward_1x512x512x128": (5955, 4173, 4440, 2853),
         "window_attention_dropout_1x512x512x128": (4628, 2488, 2830, 1674),
@@ -62,7 +62,7 @@ BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
         "document_attention_backward_1x2048x2048x128": (0, 42691, 41087, 23229),
         "accumulate_fire_16x64x128": (2343, 1915, 1766, 2049),
         "accumulate_fire_backward_16x64x128": (5353, 4398, 4094, 5018),
-        # The sizes are segments, queries and numbers of all heads of a step.
+        # The sizes are segments, queries and the width of all heads of a step.
         "segment_states_16x128x128": (1288, 903, 983, 819),
         "segment_states_backward_16x128x128": (1931, 1364, 1471, 1126),
         # Kernels `_of_keys` have one mask for all queries, and kernels `_of_masks` have a mask for
@@ -116,8 +116,8 @@ PASS_BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
         "cross_entropy_backward_512x640x1024": (641, 646, 646, 326),
     }
 )
-# The optimizer's kernel computes in float32. For all other kernels, the table has only bfloat16. A
-# plan does not use its cycles for float32, because float32 products take several times as long.
+# The optimizer's kernel computes in float32. The bundles of all other kernels are for bfloat16, and
+# are not used for float32, because float32 products take several times as long.
 _TYPES = {"adafactor": "float32"}
 _NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_([a-z]+\d+)_(\d+)_steps(?:_in_(\d+)_passes)?\b")
 _FLOPS, _BYTES = (
@@ -161,7 +161,7 @@ def kernels(attributes: str) -> set[str]:
 
 
 def _work(name: str) -> int:
-    """Returns the work of a grid step relative to other sizes of the kernel."""
+    """Returns the product of the sizes in a name, to which a step's work is proportional."""
     return math.prod(int(n) for n in name.rpartition("_")[2].split("x"))
 
 

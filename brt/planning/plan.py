@@ -102,10 +102,8 @@ class Plan(NamedTuple):
 
     @property
     def covered_seconds(self) -> float:
-        """Seconds of collectives, at the links' bandwidth, while the device computes something
-        else.
-
-        The value is 0 if the chip is unknown.
+        """Seconds during which collectives, at the links' bandwidth, run beside other instructions;
+        0 if the chip is unknown.
         """
         chip = self.topology.chip
         if chip is None:
@@ -160,9 +158,8 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
 def compile_with_known_options(
     lowered: Any, options: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Compiles a `jax.stages.Lowered` with those options that this version of the compiler has.
-
-    These options are returned as well.
+    """Compiles a `jax.stages.Lowered` with those of the `options` that this version of the compiler
+    has. Returns the compiled program, and the options that the compiler has.
     """
     known = dict(options)
     while True:
@@ -178,9 +175,9 @@ def compile_with_known_options(
 def shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, int, int | None]:
     """Returns what lowering the train step and a report about it need.
 
-    These are the config with all sizes filled in, the shapes of the run, a batch, the batch's
-    number of positions, and its FLOPs (None if unknown). The data are read only if sizes depend on
-    the data.
+    These are the config with all sizes filled in, the shapes of the run, a batch, and for a whole
+    step, the number of positions and the FLOPs (None if unknown). The data are read only if sizes
+    depend on the data.
     """
     task, reader = tasks.from_config(config), None
     batch = task.example_row(config) if task.sizes_are_configured(config) else None
@@ -235,9 +232,10 @@ def sweep(
 ) -> list[Plan]:
     """Compiles the train step for several meshes, and returns the plan of each, the best first.
 
-    Meshes whose step fits into memory come before others, and faster meshes before slower ones. The
-    compiler is told to save compile time. At most `limit` meshes are tried, those with few axes
-    first. `say` is called with a line about each.
+    Meshes whose step fits into memory come before others, and faster meshes before slower ones. A
+    mesh has no plan if the compiler refuses its step for lack of memory. The compiler is told to
+    save compile time. At most `limit` meshes are tried, those with few axes first. `say` is called
+    with a line of text about each mesh.
     """
     devices = len(topology.devices)
     slices = len({slice_of(device) for device in topology.devices})
@@ -271,7 +269,7 @@ def sweep(
 
 
 def _undivided(config: Config, devices: int) -> ConfigError:
-    """Returns the error for a config without possible meshes, which suggests a batch size."""
+    """Returns the error for a config without a possible mesh; the error suggests a batch size."""
     training = config.training
     sizes = ", ".join(
         f"{size} {name}"
@@ -502,7 +500,7 @@ def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
 
 
 def best_meshes(plans: list[Plan], count: int = 3) -> str:
-    """Returns a text about the first of some plans, with the flags that select their meshes."""
+    """Returns a text about the first `count` plans, with the flags that select their meshes."""
     hasty = any(plan.low_effort for plan in plans)
     note = "; at low effort memory and collectives hold, the schedule does not" * hasty
     lines = [f"The best meshes{note}:"]

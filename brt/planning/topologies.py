@@ -64,7 +64,7 @@ def present() -> Topology:
 
 
 def named(name: str) -> Topology:
-    """Returns the devices of a machine: v5e:4x4 (a TPU slice), 2xv5e:4x4 (two of them), h100x8.
+    """Returns a machine by a name such as v5e:4x4 (a TPU slice), 2xv5e:4x4 (two slices) or h100x8.
 
     ConfigError is raised if the name is unknown, or the compiler for it is not installed.
     """

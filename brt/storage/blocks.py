@@ -16,11 +16,11 @@ _THREADS = 32
 
 
 class RemoteFile:
-    """A file in a bucket, of which parts are copied when they are read, or are about to be.
+    """A file in a bucket, whose parts are copied when they are read or will probably be read.
 
-    A part is a block of the file. Rows of a batch read documents in random order, so of a block, a
-    part has only what belongs to one document, if `bounds` says where documents begin and end:
-    int64 [documents + 1], in bytes.
+    A part is a block of the file. If `bounds` (int64 [documents + 1], in bytes) says where
+    documents begin and end, a part is what a block has of one document, because rows of a batch
+    read documents in random order.
     """
 
     def __init__(self, bucket: Bucket, key: str, size: int, bounds: np.ndarray | None = None):
@@ -36,7 +36,7 @@ class RemoteFile:
         places = self._places(start, count)
         wanted = [self._part(place) for place in places]
         if following := self._following(places[-1]):
-            self._part(following)  # A row of a batch goes on reading there.
+            self._part(following)  # The reader will probably continue there.
         content = b"".join(part.result() for part in wanted)
         return content[start - places[0][0] :][:count]
 
@@ -52,7 +52,7 @@ class RemoteFile:
         whole = self._place(start)
         if start + count <= whole[1]:
             return [whole]
-        # What is read of several documents at once is read in order.
+        # A range that spans several documents is read in order, so its blocks are not divided.
         same = self._bounds is None or start + count <= self._document(start)[1]
         places, end = [], start + count
         while start < end:
@@ -81,7 +81,7 @@ class RemoteFile:
     def _part(self, place: tuple[int, int]) -> Future[bytes]:
         with self._turn:
             old = self._parts.get(place)
-            if old is None or (old.done() and old.exception()):  # It may be there again.
+            if old is None or (old.done() and old.exception()):  # A failed copy is repeated.
                 self._parts[place] = self._pool.submit(self._fetch, *place)
                 while len(self._parts) > self._kept:
                     self._parts.popitem(last=False)

@@ -22,8 +22,8 @@ def fetch(
 ) -> Path:
     """Fetches the files of a repository that match patterns; returns its local directory.
 
-    ConfigError, which calls the repository `name`, is raised if it or the revision does not exist
-    or cannot be fetched.
+    `kind` is "model" or "dataset", and `without` are patterns of files to leave out. ConfigError,
+    which calls the repository `name`, is raised if the files do not exist or cannot be fetched.
     """
     # The import takes a second, and most commands read local files.
     from huggingface_hub import errors, snapshot_download

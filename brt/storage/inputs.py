@@ -1,4 +1,4 @@
-"""Documents and tokenizers in buckets and on the Hugging Face Hub, which are copied."""
+"""Copies documents and tokenizers from buckets and from the Hugging Face Hub."""
 
 import os
 import re
@@ -14,8 +14,8 @@ from brt.storage import hub, mirror, places
 def matching(name: str) -> str:
     """Returns the name of a source of documents, which may be a pattern, as a local path.
 
-    What the name of a place in a bucket or on the hub matches is copied. Other names are returned
-    as they are.
+    Files in a bucket or on the hub that match the name are copied. Other names are returned as
+    `places.parse` returns them.
     """
     place = places.parse(name, hub=True)
     if isinstance(place, str):
@@ -56,7 +56,7 @@ def tokenizer(name: str, beside: Collection[str]) -> str:
 
 
 def _on_hub(place: places.Place) -> str:
-    """Fetches files of a data set of the hub: hf://datasets/OWNER/NAME[@REVISION]/PATTERN."""
+    """Fetches hf://datasets/OWNER/NAME[@REVISION]/PATTERN; returns the local path or pattern."""
     kind, _, rest = place.key.partition("/")
     owner, _, rest = rest.partition("/")
     name, _, pattern = rest.partition("/")
@@ -70,7 +70,7 @@ def _on_hub(place: places.Place) -> str:
 
 
 def _regular_expression(pattern: str) -> re.Pattern[str]:
-    """Returns what the keys of a pattern match; ** stands for any number of directories."""
+    """Returns the regular expression of a pattern; ** stands for any number of directories."""
     parts = [
         "(?:[^/]+/)*" if part == "**" else translate(part).replace(".*", "[^/]*") + "/"
         for part in pattern.split("/")

@@ -1,8 +1,8 @@
 """The lock of a run directory in a bucket: an object that its holder renews.
 
-A bucket has no locks that end with a process. Whoever finds the object watches it: if it was not
-renewed for LEASE_SECONDS, its holder is dead or cut off, and is replaced. A holder that could not
-renew it for so long stops by itself. No clocks are compared.
+A bucket has no locks that end with a process. A process that finds the object watches it: if it is
+not renewed for LEASE_SECONDS, its holder is dead or cut off, and the process takes over. A holder
+that cannot renew it for LEASE_SECONDS stops by itself. Clocks of machines are not compared.
 """
 
 import contextlib
@@ -61,12 +61,12 @@ class Lease:
                 self._replace(self._generation, b"")
 
     def confirm(self) -> None:
-        """Renews the lock, unless nobody can have taken it over since it was renewed."""
+        """Renews the lock if its last renewal is older than a quarter of LEASE_SECONDS."""
         if _now() - self._renewed > LEASE_SECONDS / 4:
             self.renew()
 
     def renew(self) -> None:
-        """Renews the lock now; see `lost`."""
+        """Renews the lock now; sets `lost` if another trainer has taken it over."""
         with self._turn:
             if not self.lost and not self._write(self._generation):
                 self.lost = (
@@ -137,7 +137,7 @@ def _parsed(content: bytes) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """Returns a text that only processes have in common which see each other's numbers."""
+    """Returns a text that is equal only for processes that see each other's process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

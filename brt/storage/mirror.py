@@ -33,34 +33,34 @@ from brt.storage.places import Place, key_problem, parse
 
 MANIFEST = "MANIFEST.sha256"
 CONTROL = "checkpoint_now", "stop_after_evaluation"
-# What a run only adds to, arrays, and what need not be small: they are not copied before somebody
-# asks for them.
+# Files that are copied only on request: arrays, logs of TensorBoard and Weights & Biases, and files
+# whose endings do not show that they are small.
 _ON_DEMAND = re.compile(
     r"(.*/)?(checkpoints/\d+/(state|frozen)|tensorboard|wandb)/.*"
     r"|(?!.*\.(json|jsonl|txt|gin|md|csv|png|html|model|jinja|sha256)$).*\.[^/]*",
     re.DOTALL,
 )
-# What is written once, and does not change afterwards.
+# Files that are written once and do not change afterwards.
 _CONSTANT = re.compile(r"(.*/)?(checkpoints/\d+|samples|plots|tokenizer)/.*", re.DOTALL)
-# Files of this machine alone: locks, what is not complete, and, of runs, heartbeats.
+# Files that stay on this machine: locks, incomplete files and, in runs, heartbeats.
 _LOCAL = re.compile(r"(.*/)?(\.brt\.[0-9a-f]+\.partial|\.[^/]*lock)(/.*)?", re.DOTALL)
 _LOCAL_OF_RUN = re.compile(r"(.*/)?(heartbeat|checkpoints/\d+\.(partial|deleted))(/.*)?", re.DOTALL)
 _IN_CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/\d+/", re.DOTALL)
 _CHECKPOINT = re.compile(rf"((?:.*/)?checkpoints/\d+/){re.escape(MANIFEST)}", re.DOTALL)
-# What a run has after its first save, and lists would show in this order.
+# Files of every run after its first save. If one exists, an empty list of objects is wrong.
 _ALWAYS = "config.json", "last_checkpoint.txt", "metrics.jsonl", "provenance.json"
-_HELD = ".held by brt"  # beside a copy; no object's name is taken for it
+_HELD = ".held by brt"  # the name of the lock file beside a copy
 _THREADS = 4  # This number of files is copied at a time.
 # Of files that are larger than this number of bytes, one is copied back at a time. TensorStore
 # needs three times the size of a file in memory.
 _LARGE = 128 << 20
-# A trainer copies back every _PUBLISH_SECONDS, and less often if a copy takes long: it is to take
-# at most a twentieth of the time.
+# A trainer copies its changes back every _PUBLISH_SECONDS, or less often if this would take more
+# than _PUBLISH_SHARE of the time.
 _PUBLISH_SECONDS, _PUBLISH_SHARE = 10, 0.05
 
 
 class _Stamp(NamedTuple):
-    """What tells that a local file is still the one that was copied."""
+    """The size and time of a local file, which show whether it has changed since its copy."""
 
     size: int
     mtime: int
@@ -75,38 +75,38 @@ def _stamp(path: Path) -> _Stamp | None:
 
 
 class Storage:
-    """What a local path stands for. For a path that is no copy, the methods do nothing."""
+    """The storage of a local path. The methods copy nothing here; a `Mirror` does what they say."""
 
     def refresh(self) -> None:
         """Copies small objects that are new or have changed since the last copy."""
 
     def fetch(self, directory: Path) -> None:
-        """Copies what is missing below a directory: of a checkpoint, what its manifest lists."""
+        """Copies the missing files of a directory, or of a checkpoint those in its manifest."""
 
     def need(self, file: Path) -> None:
-        """Copies a file, unless it is there."""
+        """Copies a file from the bucket, unless the local copy has it."""
 
     def remote(self, file: Path, size: int, bounds: np.ndarray | None = None) -> RemoteFile | None:
-        """Returns a file of `size` bytes that is read in parts; None if it is there.
+        """Returns a file of `size` bytes that is read in parts; None if it is on this machine.
 
-        `bounds` are those of its documents (see `RemoteFile`).
+        `bounds` says where its documents begin and end (see `RemoteFile`).
         """
         return None
 
     def publish(self) -> None:
-        """Copies back what has changed."""
+        """Copies changed files to the bucket."""
 
     def removed(self, path: Path) -> None:
-        """Deletes what was deleted locally: a file, or a checkpoint, its manifest first."""
+        """Deletes in the bucket what was deleted here, a file or a checkpoint (manifest first)."""
 
     def publish_file(self, file: Path) -> None:
-        """Copies back a file, even if `publish` leaves it out, or another thread is copying."""
+        """Copies a file to the bucket, even if `publish` leaves it out or another thread copies."""
 
     @contextlib.contextmanager
     def held(self, warn: Callable[[str], None]) -> Iterator[None]:
-        """Context in which this process alone may write to a run directory, and does so.
+        """Context in which only this process may write to a run directory, and copies changes back.
 
-        ConfigError is raised if another trainer is there.
+        `warn` is called with warnings. ConfigError is raised if another trainer uses the directory.
         """
         yield
 
@@ -114,28 +114,28 @@ class Storage:
     apart = False
 
     def upload(self, source: Path, target: Path) -> None:
-        """Copies what is in the directory `source` to the place of another local path."""
+        """Copies the files below `source` to the place in the bucket that `target` stands for."""
 
     def kvstore(self, directory: Path) -> dict[str, Any]:
         """Returns TensorStore's spec of a directory."""
         return {"driver": "file", "path": f"{directory.absolute()}/"}
 
     def lock_file(self, file: Path) -> Path:
-        """Returns the file of which all processes of this machine see the lock."""
+        """Returns the file to lock instead of `file`, the same in all processes of this machine."""
         return file
 
     def check(self) -> None:
         """Raises CheckpointError if another trainer may have taken over the run directory."""
 
     def probe(self) -> None:
-        """Raises ConfigError, caused by a PermissionError, if nothing may be written there."""
+        """Raises ConfigError, caused by a PermissionError, if the place may not be written to."""
 
 
 class Mirror(Storage):
     """The local copy `path` of a place in a bucket.
 
-    Only in the copy of a run, of a directory of runs or of a model (`of_run`), names such as
-    heartbeat and checkpoints have a meaning.
+    Names such as heartbeat and checkpoints have a meaning only if the place is a run, a directory
+    of runs or a model (`of_run`).
     """
 
     apart = True
@@ -143,9 +143,9 @@ class Mirror(Storage):
     def __init__(self, place: Place, path: Path, of_run: bool = True):
         self.place, self.path, self.of_run, self.process = place, path, of_run, os.getpid()
         self.bucket = Bucket(place)
-        self._known: dict[str, _Stamp | None] = {}  # what was copied, in either direction
+        self._known: dict[str, _Stamp | None] = {}  # of files when they were copied, by key
         self._generations: dict[str, bytes] = {}
-        self._uploaded: dict[str, _Stamp | None] = {}  # under keys of files that are not there yet
+        self._uploaded: dict[str, _Stamp | None] = {}  # by keys that files will get
         self._turn = threading.RLock()
         self._lease: Lease | None = None
         self._lost = ""
@@ -179,7 +179,7 @@ class Mirror(Storage):
                     self._store(key, found.generation, [found.content])
 
     def _all_keys(self) -> list[str]:
-        """Returns all keys; ConfigError if the list was refused, which looks like an empty one."""
+        """Returns all keys; raises ConfigError if the list is empty because it was refused."""
         for again in False, True:  # An object may have been written since the list was made.
             keys = self._keys()
             if keys or not any(map(self.bucket.exists, sorted({*self._known, *_ALWAYS}))):
@@ -205,10 +205,7 @@ class Mirror(Storage):
                     pass
 
     def fetch_matching(self, pattern: re.Pattern[str], prefix: str = "") -> int:
-        """Copies all objects whose keys a pattern matches, and returns their number.
-
-        All these keys begin with `prefix`.
-        """
+        """Copies all objects whose keys match and begin with `prefix`; returns their number."""
         with self._turn, ThreadPoolExecutor(_THREADS, "fetching") as pool:
             matching = list(filter(pattern.fullmatch, self._keys(prefix)))
             for _ in pool.map(self._fetch_one, matching):
@@ -224,13 +221,13 @@ class Mirror(Storage):
         return None if file.exists() else RemoteFile(self.bucket, self._key(file), size, bounds)
 
     def _fetch_one(self, key: str) -> None:
-        # What is missing in the bucket is missing in the copy, where a reader notices it.
+        # An object that is missing in the bucket stays missing here, where its reader notices it.
         with contextlib.suppress(FileNotFoundError):
             if not (self.path / key).exists():
                 self._store(key, b"", self.bucket.chunks(key))
 
     def file(self, key: str) -> Path | None:
-        """Copies one object, and returns its path; None if there is none."""
+        """Copies an object unless it is here, and returns its path; None if it does not exist."""
         self.need(self.path / key)
         return self.path / key if (self.path / key).exists() else None
 
@@ -276,7 +273,7 @@ class Mirror(Storage):
         self._probe("")
 
     def _probe(self, key: str, *, listed: bool = False) -> None:
-        if not self._lease and key not in self._probed:  # The lock has been written.
+        if not self._lease and key not in self._probed:  # A held lock shows that writing works.
             self.bucket.probe(key, listed=listed)
             self._probed.add(key)
 
@@ -287,7 +284,7 @@ class Mirror(Storage):
             for key in keys:
                 self._known.pop(key, None)
                 self._generations.pop(key, None)
-            # A request to the run that was made anew is one that has not been seen yet.
+            # A control file that was replaced meanwhile is a new request to the run, and is kept.
             if self._lease and (others := {*refused} - {*CONTROL}):
                 self._check_now()
                 self.bucket.delete(dict.fromkeys(sorted(others)))
@@ -306,8 +303,8 @@ class Mirror(Storage):
                 return None
             if not self._lease:
                 return self.bucket.write(key, content)
-            # A request may be carried out a long time after the lock was confirmed. Therefore it
-            # replaces only what this trainer knows, and never what the next one has written.
+            # The bucket may write an object long after the lock was confirmed. Therefore a write
+            # replaces only a generation that this trainer knows, never one of the next trainer.
             known = self._generations.get(key, ABSENT) or self.bucket.generation(key)
             while (written := self.bucket.write(key, content, replaces=known)) is None:
                 self._check_now()
@@ -329,13 +326,13 @@ class Mirror(Storage):
                 with closing(self.publish), self._published_regularly(warn):
                     yield
             finally:
-                # A copy that another trainer's objects have replaced is of no use any more.
+                # After another trainer has taken over, the copy is of no use any more.
                 self._lost, self._lease = self._lease.lost, None
                 if self._lost:
                     _mirrors.pop(self.path, None)
 
     def lock_file(self, file: Path) -> Path:
-        # Each process has a copy of its own.
+        # Each process has its own copy, so a file in the copy would lock out nobody.
         url = self.bucket.url(self._key(file))
         return self.path.parents[1] / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.lock"
 
@@ -344,7 +341,7 @@ class Mirror(Storage):
             raise CheckpointError(lost)
 
     def _confirm(self, keys: Iterable[str]) -> None:
-        """Makes sure, before objects are changed, that no other trainer is there."""
+        """Raises CheckpointError, before objects change, if another trainer has taken over."""
         if self._lease:
             # `confirm` trusts the clock of this machine, which stands still while the machine is
             # suspended. Before a checkpoint changes, the bucket itself is asked.
@@ -373,7 +370,7 @@ class Mirror(Storage):
                     self.publish()
                     said = False
                 except CheckpointError:
-                    return  # `check` raises it where the run trains.
+                    return  # `check` raises it in the thread that trains.
                 except (BucketError, ConfigError, OSError) as error:
                     if not said:
                         warn(f"{error} (the next save tries again)")
@@ -439,7 +436,7 @@ def _without_local(keys: Iterable[str]) -> list[str]:
 
 
 def _without_halves(keys: Iterable[str]) -> list[str]:
-    """Returns keys without those of local files, and of checkpoints that lack a manifest."""
+    """Leaves out the keys of files that stay local and of checkpoints without a manifest."""
     keys = [key for key in _without_local(keys) if not _LOCAL_OF_RUN.fullmatch(key)]
     whole = {found[1] for key in keys if (found := _CHECKPOINT.fullmatch(key))}
     parts = [(key, _IN_CHECKPOINT.match(key)) for key in keys]
@@ -447,10 +444,10 @@ def _without_halves(keys: Iterable[str]) -> list[str]:
 
 
 def _in_order(keys: Iterable[str]) -> list[list[str]]:
-    """Returns keys in three groups to be written one after the other.
+    """Returns keys in up to three groups, which are written one after the other.
 
-    Logs and arrays come first, the manifests that make checkpoints count second, and last what says
-    that a checkpoint was saved, or that prepared data are complete.
+    Logs and arrays come first, then the manifests, which make checkpoints valid, then the files
+    that say that a checkpoint was saved or that prepared data are complete.
     """
 
     def rank(key: str) -> int:
@@ -478,8 +475,8 @@ _mirrors: dict[Path, Mirror] = {}
 def local(name: str | os.PathLike[str] | Place, asked: str = "") -> str:
     """Returns the local path of the directory of a run, a model or prepared data.
 
-    Of a place in a bucket, it is the path of a copy, which has the small files below the place.
-    `asked` is as in `places.parse`. Errors are those of `Bucket`.
+    For a place in a bucket, it is the path of a copy, which has the small files below the place.
+    `asked` is as in `places.parse`. Failed requests raise the errors that `Bucket` describes.
     """
     place = name if isinstance(name, Place) else parse(name, asked)
     if isinstance(place, str):
@@ -490,7 +487,7 @@ def local(name: str | os.PathLike[str] | Place, asked: str = "") -> str:
 
 
 def opened(place: Place, *, of_run: bool = False) -> Mirror:
-    """Returns the mirror of a place in a bucket; that of a run is refreshed."""
+    """Returns the mirror of a place in a bucket, refreshed if `of_run` (see `Mirror`) is True."""
     for mirror in _mirrors.values():
         if mirror.place == place and mirror.of_run == of_run:
             if of_run:
@@ -521,7 +518,8 @@ def readable(name: str | os.PathLike[str], asked: str = "") -> str:
 def writable(name: str | os.PathLike[str], asked: str = "", *, new: bool = False) -> str:
     """Returns the local path of a file or directory that is copied to a bucket after it is written.
 
-    What is there already is not copied. ConfigError is raised if nothing may be written there.
+    Existing objects are not copied. ConfigError is raised if the place may not be written to or,
+    for a `new` directory, if its objects may not be listed.
     """
     place = parse(name, asked)
     if isinstance(place, str):
@@ -536,7 +534,7 @@ def writable(name: str | os.PathLike[str], asked: str = "", *, new: bool = False
 
 
 def new_directory(name: str | os.PathLike[str], asked: str = "") -> str:
-    """Returns what `writable` does; ConfigError if there are objects below the place already."""
+    """Returns what `writable` returns; raises ConfigError if there are objects below the place."""
     place = parse(name, asked)
     if isinstance(place, Place) and place.key and (found := _without_local(Bucket(place).keys())):
         raise ConfigError(
@@ -560,7 +558,7 @@ def of(path: Path) -> Storage:
 
 
 def publish_all() -> None:
-    """Copies back what has changed in all mirrors. If that fails, the copy is kept, and named."""
+    """Copies back the changes of all mirrors; an error says where the failed copy is kept."""
     for mirror in list(_mirrors.values()):
         try:
             mirror.publish()
@@ -589,7 +587,7 @@ def _new_root() -> Path:
     user_cache.make(place)
     with (place / ".lock").open("ab") as turn:  # No other process looks before `root` is locked.
         durable.acquire_lock(turn, wait=True)
-        # The locks of other machines may not be seen in a directory that several share.
+        # Machines that share the directory may not see each other's locks.
         own = hashlib.sha256(machine().encode()).hexdigest()[:8]
         for old in place.glob(f"{own}-*"):
             with contextlib.suppress(OSError), (old / _HELD).open("ab") as file:

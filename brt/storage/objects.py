@@ -71,11 +71,11 @@ class Bucket:
             return _object(self._store.read(key.encode()).result())
 
     def read_all(self, keys: Iterable[str]) -> Iterator[tuple[str, Object | None]]:
-        """Yields small objects by key, several of which are read at a time."""
+        """Yields (key, object) of small objects, (key, None) if missing; reads many at once."""
         yield from self._several(lambda key: self._store.read(key.encode()), keys, _object)
 
     def changed(self, generations: Mapping[str, bytes]) -> Iterator[tuple[str, Object]]:
-        """Yields small objects by key, except those that are still of the generation, or absent."""
+        """Yields (key, object) of each small object that exists and has a different generation."""
 
         def begin(key: str) -> Any:
             return self._store.read(key.encode(), if_not_equal=generations[key])
@@ -85,7 +85,7 @@ class Bucket:
                 yield key, found
 
     def chunks(self, key: str) -> Iterator[bytes]:
-        """Yields the content of a large object piece by piece; FileNotFoundError without one."""
+        """Yields the pieces of a large object; raises FileNotFoundError if it does not exist."""
         start, generation, longer = 0, None, True
         while longer:
             end = start + _RANGE
@@ -101,13 +101,13 @@ class Bucket:
             yield piece.content
 
     def part(self, key: str, start: int, end: int) -> Object:
-        """Returns bytes of an object; an OSError says that it does not have them."""
+        """Returns the bytes from `start` to `end`; raises OSError if the object lacks them."""
         if not (found := self._range(key, start, end)):
             raise OSError(errno.EIO, f"it has no bytes {start:,} to {end:,}", self.url(key))
         return found
 
     def _range(self, key: str, start: int, end: int | None) -> Object | None:
-        """Returns bytes of an object; None if it is shorter, FileNotFoundError without it."""
+        """Returns bytes of an object, None if it is shorter; FileNotFoundError if it is missing."""
         with self._explained(key):
             try:
                 read = self._store.read(key.encode(), byte_range=slice(start, end)).result()
@@ -122,9 +122,9 @@ class Bucket:
     def write(self, key: str, content: bytes, *, replaces: bytes | None = None) -> bytes | None:
         """Writes an object and returns its generation.
 
-        With `replaces`, the object is written only if it is still of this generation (ABSENT:
-        only if there is none); otherwise None is returned. The content must then be one that
-        nobody else writes.
+        With `replaces`, the object is written only if it still has this generation (ABSENT: only
+        if it does not exist), and None is returned if not. Nobody else may write the same content
+        then, because equal content counts as proof that the request was carried out.
         """
         with self._explained(key, "write"):
             stamp = self._store.write(key.encode(), content, if_equal=replaces).result()
@@ -145,9 +145,9 @@ class Bucket:
             )
 
     def delete(self, generations: Mapping[str, bytes | None]) -> list[str]:
-        """Deletes objects by key, if they are still of the generation, where one is given.
+        """Deletes objects by key; with a generation, only if the object still has it.
 
-        Returns the keys of those that are not, and so are still there.
+        Returns the keys of the objects that remain, because they have another generation.
         """
 
         def begin(key: str) -> Any:
@@ -174,7 +174,7 @@ class Bucket:
         try:
             with self._explained(key, "write"):
                 self._store.write(name.encode(), b"").result()
-        except ConfigError as error:  # as a directory that cannot be written
+        except ConfigError as error:  # The cause is the same as for a local directory.
             raise ConfigError(str(error)) from PermissionError(errno.EACCES, str(error))
         try:
             if listed and self.keys(name) != [name]:
@@ -184,10 +184,10 @@ class Bucket:
                 self.delete({name: None})
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Returns the keys that begin with a text; none may mean that no list is permitted.
+        """Returns the keys that begin with a text; an empty list may mean a refusal.
 
-        For gs://, TensorStore returns what it has found so far if a list is refused. Therefore what
-        follows the last key is listed again, until that is the only answer.
+        For gs://, TensorStore returns what it has found so far if a list is refused. Therefore
+        the keys from the last one on are listed again, until only the last one is returned.
         """
         begin = prefix.encode()
         end = begin[:-1] + bytes([begin[-1] + 1]) if begin else b""
@@ -244,14 +244,14 @@ class Bucket:
         """Context that turns errors of TensorStore into errors that name the URL."""
         try:
             yield
-        except BrtError:  # which is a ValueError
+        except BrtError:  # Some BrtErrors are ValueErrors.
             raise
         except (ValueError, RuntimeError) as error:
             raise _error(str(error), self.place, self.url(key), action) from error
 
 
 def _service() -> dict[str, Any]:
-    """Returns what the environment says of a service that speaks S3's protocol."""
+    """Returns the fields of TensorStore's spec for S3 that environment variables determine."""
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     found: dict[str, Any] = {"endpoint": os.environ.get("AWS_ENDPOINT_URL"), "aws_region": region}
     if "AWS_ACCESS_KEY_ID" in os.environ:
@@ -265,7 +265,7 @@ def _object(result: Any) -> Object | None:
 
 
 def _error(text: str, place: Place, url: str, action: str = "read") -> BrtError:
-    """Returns the error for one of TensorStore, whose first word is a status of gRPC."""
+    """Returns brt's error for a TensorStore error, whose `text` begins with a gRPC status."""
     status, _, why = text.partition(": ")
     why = " ".join(why.partition(" [")[0].split())[:300]
     if status == "NOT_FOUND":

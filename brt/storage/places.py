@@ -14,13 +14,13 @@ from urllib.parse import unquote
 from brt.errors import ConfigError
 from brt.redaction import redacted
 
-BUCKETS = {"gs": "gcs", "s3": "s3"}  # The drivers of TensorStore by the scheme of the URL.
+BUCKETS = {"gs": "gcs", "s3": "s3"}  # TensorStore's drivers, by the scheme of a URL
 # Path("gs://bucket") is "gs:/bucket", so one slash is enough. Sources such as tfds:NAME/SPLIT have
 # none behind the colon.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 _SLASHLESS = re.compile(r"\s*(gs|s3|file):", re.IGNORECASE)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-_LONGEST_PART = 200  # of the name of a file, which has at most 255 with what brt adds
+_LONGEST_PART = 200  # bytes; file systems allow 255, and brt makes names longer
 _LONGEST_KEY = 1024  # bytes, the limit of both services
 
 
@@ -38,11 +38,11 @@ class Place(NamedTuple):
 def parse(
     name: str | os.PathLike[str], asked: str = "", *, hub: bool = False, saved: bool = False
 ) -> Place | str:
-    """Returns the place in a bucket, or with `hub` on the hub, that a name says, or the local path.
+    """Returns the place in a bucket (with `hub`, also on the hub) of a name, or a local path.
 
     Names of other kinds, such as tfds:NAME/SPLIT, count as paths. ConfigError, which names the
-    setting or argument `asked`, is raised for other URLs and for names that no bucket has. In a
-    name that may be `saved` with a run, and so be a stranger's, no $VARIABLE is expanded.
+    setting or argument `asked`, is raised for other URLs and for impossible names. With
+    `saved`, no $VARIABLE is expanded, because the name may come from somebody else's run.
     """
     text, where = os.fspath(name), f"{asked}: " if asked else ""
     if not _URL.match(text):
@@ -83,7 +83,7 @@ def settled(name: str, asked: str = "") -> str:
 
 
 def source(name: str, asked: str = "") -> str:
-    """Returns what `settled` does; data may be on the hub, too."""
+    """Returns what `settled` returns, but also accepts data on the hub."""
     return str(parse(name, asked, hub=True, saved=True))
 
 

@@ -102,7 +102,7 @@ def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]
 
 
 def failure_reason(command: Command) -> str:
-    """Returns one line that says why a command failed, which `explain` infers."""
+    """Returns one line that says why a command failed, from its exit code and its output."""
     with command.output.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(command.offset, size - _TAIL_BYTES))
@@ -111,7 +111,7 @@ def failure_reason(command: Command) -> str:
 
 
 def explain(code: int, text: str) -> str:
-    """Returns the reason of a failure in one line; `code` is -N if signal N ended the command."""
+    """Returns why a command failed; `code` is -N if signal N ended it, `text` is its output."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [
         line.removeprefix("brt: error: ") for line in lines if line.startswith("brt: error: ")

@@ -45,7 +45,7 @@ _DISTRIBUTIONS = ("uniform", "log_uniform", "integer", "choice")
 
 
 class NamedPoint(NamedTuple):
-    """Named bindings: `{'name': 'T5', 'include': 'base/t5.gin', 'Training.epochs': 2.0}`."""
+    """A point of Sweep.points: `{'name': 'T5', 'include': 't5.gin', 'Training.epochs': 2.0}`."""
 
     name: str
     include: tuple[str, ...]  # the paths of the .gin files that the point includes
@@ -107,7 +107,7 @@ class Sweep:
 
 
 def from_bindings(bound: Mapping[str, Binding]) -> Sweep:
-    """Returns the sweep that the bindings of the section `Sweep`, by field, describe."""
+    """Returns the sweep that `bound` describes, the bindings of the section `Sweep` by field."""
     values = {}
     types = {name: kind for name, kind in get_type_hints(Sweep).items() if name != "origins"}
     for field, binding in bound.items():
@@ -159,7 +159,7 @@ def _grid(where: str, value: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def _settings(where: str, values: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """Returns values by setting; ConfigError is raised if there is no setting of a name."""
+    """Returns `values` unchanged; raises ConfigError if a key is not the name of a setting."""
     for name in values:
         if not isinstance(name, str) or name not in field_types():
             raise ConfigError(f"{where} has {unknown_name(str(name))}")
@@ -259,9 +259,9 @@ class Point(NamedTuple):
 def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
     """Returns every point of a sweep.
 
-    In the order of the points, the values from the grid change first, then the random sample, then
-    the named point. `resolve` returns the config of a run; its arguments are bindings, which
-    override all others, and the paths of .gin files to include.
+    From point to point, the values from the grid change fastest, and the named point slowest.
+    `resolve` returns the config of a run; its arguments are bindings, which override all others,
+    and the paths of .gin files to include.
 
     Raises:
       ConfigError: the config of a point is invalid, two points are equal or share a directory, or
@@ -334,7 +334,7 @@ def listing(points: Iterable[Point]) -> str:
 
 
 def _with_bindings(points: Sequence[Point]) -> list[Point]:
-    """Adds to each point the settings that are not the same in all points."""
+    """Returns the points with `bindings`: the settings that are not the same in all points."""
     # Settings of kinds of layers that a point does not have are left out, except the settings that
     # place the layers.
     values = [
@@ -354,7 +354,7 @@ def _counts(config: Config, name: str) -> bool:
 
 
 def _short_names(fields: Iterable[str]) -> dict[str, str]:
-    """Returns short names of settings; those that stay distinct without the section lack it."""
+    """Returns short names of settings, without the section where no other setting has the name."""
     fields = list(fields)
     tails = [_tail(field) for field in fields]
     return {f: t if tails.count(t) == 1 else f for f, t in zip(fields, tails, strict=True)}

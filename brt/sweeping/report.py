@@ -72,8 +72,8 @@ class Group(NamedTuple):
     runs: int  # the number of finished points
     planned: int  # the number of points
     metrics: dict[str, float]  # means over the finished points that have the metric
-    answers: dict[int, float]  # means over those that have answers at the distance; see `Row`
-    # Bits per byte minus those of the baseline; None if they have read other documents.
+    answers: dict[int, float]  # means over the finished points that have the distance; see `Row`
+    # Bits per byte minus those of the baseline; None if the two did not read the same documents.
     difference: Difference | None
     step_seconds: float | None
     # The step time divided by that of the baseline; None if the group and the baseline read
@@ -87,7 +87,10 @@ class Group(NamedTuple):
 
 
 def group(rows: Sequence[Row], baseline: str) -> list[Group]:
-    """Returns groups of rows that differ only in their seed, in the order of their first points."""
+    """Groups rows that differ only in their seed, and compares the groups with the baseline.
+
+    Groups are in the order of their first points. `baseline` is as in `reference`.
+    """
     members: dict[str, list[Row]] = {}
     for row in rows:
         members.setdefault(row.point.group, []).append(row)
@@ -120,8 +123,8 @@ def _difference(group: Group, base: Group) -> Difference | None:
 
 def same_step(groups: Sequence[Group]) -> bool:
     """Returns True if the steps of all groups read about the same number of tokens."""
-    # The step times of other groups cannot be compared. The largest number of tokens per step may
-    # exceed the smallest by 2 %, because batches of padded rows differ from step to step.
+    # Step times for different numbers of tokens cannot be compared. The largest number may exceed
+    # the smallest by 2 %, because batches of padded rows differ from step to step.
     sizes = [g.tokens_per_step or 0.0 for g in groups]
     return not sizes or max(sizes) <= 1.02 * min(sizes)
 
@@ -180,7 +183,7 @@ def _row(point: Point, directory: PointDirectory, split: str) -> Row:
 
 
 def report(path: Path, task: Task) -> dict[str, Any]:
-    """Returns brt.evaluate's report about a point; CheckpointError if the file is none."""
+    """Returns brt.evaluate's report about a point; raises CheckpointError for other files."""
     with _written_by_brt(path):
         content = evaluations.read(path)
         untrusted.check(content, _REPORT)
@@ -221,8 +224,8 @@ def table_metrics(rows: Sequence[Row]) -> list[Metric]:
 def median(records: Sequence[dict[str, Any]], *tags: str) -> float | None:
     """Returns the median of a logged value, such as "perf/step_seconds", in records of training.
 
-    With several tags, it is that of the product of their values. Records that lack a tag are left
-    out; the result is None if no records are left.
+    With several tags, it is the median of the product of their values. Records that lack a tag are
+    left out; the result is None if no records are left.
     """
     factors = [[record.get(tag) for tag in tags] for record in records]
     values = [math.prod(row) for row in factors if None not in row]
@@ -271,7 +274,7 @@ _NONE = "-"
 
 
 def primary_metric(groups: Sequence[Group]) -> Metric:
-    """Returns the metric to plot: the first in the report's table, or bits per byte without any."""
+    """Returns the metric to plot: the first in the report's table, or else bits per byte."""
     metrics = table_metrics([row for g in groups for row in g.rows])
     return metrics[0] if metrics else BITS_PER_BYTE
 
@@ -436,7 +439,7 @@ def _plot_runs(
 ) -> list[np.ndarray]:
     """Plots the line of every run that has values, and returns the values on the y axis.
 
-    All lines of a group have the same color.
+    `values` returns the x and y of a run. All lines of a group have the same color.
     """
     plotted = []
     for color, g in zip(_colors(len(groups)), groups, strict=True):
@@ -536,7 +539,7 @@ def point_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _distances(groups: Sequence[Group]) -> list[str]:
-    """Returns the lines of the table of exact answers by distance; none without such answers."""
+    """Returns the lines of the table of exact answers by distance; [] if no group has answers."""
     windows = sorted({distance for g in groups for distance in g.answers})
     if not windows:
         return []
@@ -549,7 +552,7 @@ def _distances(groups: Sequence[Group]) -> list[str]:
 
 
 def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
-    """Returns a line of CSV for each point: all metrics, and all settings that the sweep binds."""
+    """Returns CSV with a line for each point: its results, and the settings that differ."""
     relative = {g.name: (g.step_seconds, g.relative_step_time) for g in groups}
     fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))
     metrics = [metric.name for metric in table_metrics(rows)]
@@ -580,8 +583,8 @@ def _metric_columns(
 ) -> dict[str, list[str]]:
     """Returns a column of a table, by title, for each metric in `table_metrics(rows)`.
 
-    A column has a cell for each of `entries`, which are `rows` or groups of them. If groups have
-    differences to the baseline, these have a column, too.
+    A column has a cell for each of `entries`, which are `rows` or groups of them. If a group has
+    a `difference`, the differences have a column, too.
     """
     cells = {}
     for metric in table_metrics(rows):
@@ -611,7 +614,7 @@ def _table(columns: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _sharing(rows: Sequence[Row]) -> str:
-    """Returns a note if points ran in parallel, because their step times then depend on it."""
+    """Returns a note if points ran in parallel, which affects their step times; "" otherwise."""
     threads = {row.threads for row in rows if row.status != "waiting"}
     if threads <= {0}:
         return ""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Tasks(UserDict[str, Any]):
-    """The tasks by name. A value is a task, or "module:class" while nobody has looked it up."""
+    """The tasks by name. A value is a task, or "module:class" until its first look-up."""
 
     def __getitem__(self, name: str) -> "Task":
         value = self.data[name]
@@ -69,7 +69,7 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
     """Raises ConfigError for settings that the task rejects, or that would have no effect.
 
     A setting of another task has no effect; if it is bound to its default, it is accepted.
-    `origins` gives for each setting that the user bound the file and line (or flag) that bound it.
+    `origins` has the place (file and line, or flag) where the user bound each setting.
     """
     task = from_config(config)
     # If a run starts from weights, the weights determine some settings. These settings are not

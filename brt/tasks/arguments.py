@@ -85,7 +85,7 @@ class EvaluationRequest(NamedTuple):
     # A language model that reads the same documents, to be compared token by token; None for no
     # comparison. Then `ablate` names a part of the memory of this other model.
     other: OtherModel | None = None
-    # True also generates the completions of pairs, and scores them.
+    # True also generates a completion for each prompt of the split, and scores the completions.
     generate: bool = False
 
 
@@ -95,7 +95,7 @@ class InspectionRequest(NamedTuple):
     config: Config  # config of the model, with all sizes filled in
     dataset: Dataset
     split: str
-    tokens: int | None  # approximate number to read; None: the default number, 0: all tokens
+    tokens: int | None  # approximate number of tokens to read; 0 for all, None for the default
     # The first entries of the metrics, which identify the model: {"workdir": the run directory,
     # "step": the step of the checkpoint}.
     where: Mapping[str, Any]
@@ -111,7 +111,7 @@ class Inspection(NamedTuple):
 
 
 class Control(NamedTuple):
-    """Functions that an evaluation calls regularly, to be interrupted and to report progress."""
+    """Functions that an evaluation calls regularly: one may stop it, the other reports progress."""
 
     stop: Callable[[], object] = lambda: None  # Returns a true value if the evaluation has to stop.
     # Receives the number of units (such as tokens) that were read since the last call.
@@ -161,6 +161,6 @@ class Scorer(Protocol):
     def continuations(
         self, variables: Variables, memory: Memory, rows: Sequence[np.ndarray]
     ) -> list[tuple[Float[np.ndarray, " T"], Bool[np.ndarray, " T"]]]:
-        """Returns the loss in nats of each token of texts that follow the memory, and whether it is
-        the most probable token.
+        """Returns, for each text in `rows`, which follows the memory, the loss in nats of each
+        token, and True for each token that is the most probable one.
         """

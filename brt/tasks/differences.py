@@ -1,4 +1,4 @@
-"""Paired differences between two readings of the same documents, with confidence intervals."""
+"""Paired differences between evaluations of the same documents, with confidence intervals."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _ENOUGH = 10
 
 
 class Difference(NamedTuple):
-    """A difference in bits per unit (a byte or a token) between two readings of documents."""
+    """A difference in bits per unit (a byte or a token) between two evaluations of documents."""
 
     value: float
     half_width: float | None  # half of the 95 % confidence interval; None for a single document
@@ -33,11 +33,11 @@ def position_ranges(starts: Sequence[int], length: int) -> np.ndarray:
 
 
 def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) -> Difference:
-    """Returns the bits per unit of a reading of documents, minus those of another reading.
+    """Returns the bits per unit of an evaluation of documents, minus those of another evaluation.
 
-    `nats` and `other` have the nats of each document in both readings, and `sizes` its number of
-    units. The difference is the ratio of two sums over documents. The interval uses Student's
-    distribution and says how much the difference would vary with other documents of the same kind.
+    `nats`, `other` and `sizes` have each document's nats in the two evaluations and its number of
+    units. Nats and units are summed before the division. The interval uses Student's distribution
+    and says how much the difference would vary with other documents of the same kind.
     """
     return difference_of_runs(nats[None], other[None], sizes)
 
@@ -45,10 +45,10 @@ def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) ->
 def difference_of_runs(
     nats: Float[np.ndarray, "R N"], other: Float[np.ndarray, "S N"], sizes: np.ndarray
 ) -> Difference:
-    """Returns `paired_difference` of the means of R and of S runs, which differ in their seeds.
+    """Returns `paired_difference` of the means of R and of S training runs with different seeds.
 
     With several runs, the interval also says how much the difference would vary with other seeds:
-    the variances of the documents and of the means of both kinds of runs add up, and the degrees
+    the variance over documents and the variances of both means over runs add up, and the degrees
     of freedom of the sum are those of Welch (1947) and Satterthwaite (1946).
     """
     from scipy.special import stdtrit  # This import takes long.

@@ -41,8 +41,8 @@ from brt.tasks.weights import (
 )
 from brt.types import Batch, Variables
 
-# These numbers are folded into the random key of a step, so that dropout and attention have keys of
-# their own.
+# These numbers are folded into the random key of a step, so that dropout and attention have
+# different keys.
 _DROPOUT, _ATTENTION = 0, 1
 _EMBEDDING = "encoder/inputs/token_embed/embedding"
 
@@ -54,7 +54,7 @@ class EncoderTask(Task):
     head: ClassVar[str]  # name of the head in `brt.models.encoder.HEADS`
     frames: ClassVar[bool] = False  # the encoder reads feature vectors instead of tokens
     exports = True
-    # A noun for the targets if Training.label_smoothing has no effect on them; "" if it has one.
+    # A noun for the targets if Training.label_smoothing has no effect on them, else "".
     unsmoothed: ClassVar[str] = ""
     evaluator_class: ClassVar[type[Any]]  # is called with the task and an `EvaluationRequest`
 
@@ -152,8 +152,8 @@ class EncoderTask(Task):
         """Returns commands that evaluate a run as it was trained and with exact attention, and that
         train on the user's own data.
 
-        `what` describes such data, `file` is the name of a file of them, and `more` are further
-        flags.
+        `what` describes the user's data, `file` is a name for a file of such data, `gin_file` is a
+        path in configs/runs/, and `more` are further flags of the training.
         """
         evaluate = f"python -m brt.evaluate --workdir={workdir} --split=test"
         return [
@@ -210,8 +210,8 @@ class EncoderTask(Task):
             )
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Sets the larger of two vocabulary sizes: that of the weights, and the number of ids that
-        the task needs for its tokenizer.
+        """Returns the config with the larger of two vocabulary sizes: that of the weights, and the
+        number of ids that the task needs for its tokenizer.
 
         The tokenizer of converted weights is not known; their vocabulary size must equal the number
         of ids that the task needs. An encoder of feature vectors has no vocabulary.
@@ -263,7 +263,7 @@ class TimedFunction:
         self.seconds, self.inputs = 0.0, 0
 
     def __call__(self, params: PyTree[Array], batch: Any, *more: np.ndarray) -> Any:
-        """Returns NumPy arrays; raises NonFiniteError if an output of a row is not finite."""
+        """Returns the outputs as NumPy arrays; raises NonFiniteError if a row's are not finite."""
         arguments = (params, batch, *more)
         shape = tuple(x.shape for x in batch)
         if shape not in self._compiled:
@@ -299,8 +299,8 @@ class HeadEvaluator(abc.ABC):
     # Name and format of the metric whose value with exact attention is appended to the summary.
     compared_metric: ClassVar[tuple[str, str]]
     sampled: ClassVar[int] = 8  # number of rows that `sample` reads
-    inputs: ClassVar[str] = "tokens"  # a noun for what the encoder reads: this, or "frames"
-    # The metric that is the number of rows, and the noun for them.
+    inputs: ClassVar[str] = "tokens"  # what the encoder reads: "tokens" or "frames"
+    # Name of the metric with the number of rows, and a noun for the rows.
     rows: ClassVar[tuple[str, str]]
     forms: ClassVar[dict[str, str]] = {}  # format of each metric that is a column of the table
     unit, partial = "row", False
@@ -331,7 +331,7 @@ class HeadEvaluator(abc.ABC):
     def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
         """Returns metrics and predictions.
 
-        `outputs` has the results of `forward` by row index, and `seconds` is the time spent there.
+        `outputs` has the results of `forward` by row index, and `seconds` is the time that it took.
         """
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
@@ -386,7 +386,7 @@ class HeadEvaluator(abc.ABC):
         limit: int,
         control: Control,
     ) -> HeadResult | None:
-        """Evaluates all rows or, if `limit` is above 0, one batch of at most `limit` rows."""
+        """Evaluates all rows (`limit` 0) or one batch of at most `limit` rows; None if stopped."""
         timed.seconds, timed.inputs = 0.0, 0
         outputs: dict[int, tuple] = {}
         reader = self.task.row_reader

@@ -81,7 +81,8 @@ class Task(abc.ABC):
     def open_split(
         self, config: Config, split: str, tokenizer: Any, known: Path | None = None
     ) -> Dataset:
-        """Opens one split, encoded with the tokenizer of a run; all without `preparation`.
+        """Returns one split, encoded with the tokenizer of a run; all splits if the task has no
+        `preparation`.
 
         `known` is the directory in which the run prepared its data if the config names the same
         data, otherwise None.
@@ -155,7 +156,7 @@ class Task(abc.ABC):
         return ()
 
     def carry_axes(self, config: Config) -> PyTree[Names]:
-        """Names the axes of each array in `initial_carry`; they determine how it is sharded."""
+        """Returns the names of the axes of each array in `initial_carry`, for its sharding."""
         return ()
 
     def initial_model_state(self, config: Config) -> PyTree[Array]:
@@ -163,7 +164,7 @@ class Task(abc.ABC):
         return ()
 
     def constant_model_state(self, config: Config) -> tuple[str, ...]:
-        """Names entries of the model state that no step changes; checkpoints share their files."""
+        """Returns the names of constant model state entries, whose files checkpoints share."""
         return ()
 
     def update_model_state(self, config: Config, model_state: PyTree[Array]) -> PyTree[Array]:
@@ -179,7 +180,7 @@ class Task(abc.ABC):
         """
 
     def flops(self, config: Config, batch: Any) -> int | None:
-        """Returns the FLOPs of a training step (three forward passes); None if they are unknown."""
+        """Returns the FLOPs of a step, counted as three forward passes; None if not known."""
         return None
 
     # The following methods evaluate a trained model.
@@ -189,14 +190,13 @@ class Task(abc.ABC):
         """Returns an evaluator; raises ConfigError if the model lacks the part `request.ablate`."""
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns those of `Task.metrics` that a report contains; they are logged as curves."""
+        """Returns the values, by name, of the `metrics` in a report, which are logged as curves."""
         values = {metric.name: report.get(metric.name) for metric in self.metrics}
         return {name: value for name, value in values.items() if value is not None}
 
     def probe(self, config: Config) -> ProbeFunction | None:
-        """Returns a function that computes metrics from the parameters and the carry, float32
-        scalars by tag; None if there are none. Training logs them every Training.probe_every steps,
-        so the function has to be cheap.
+        """Returns a function from the parameters and the carry to metrics (scalars, by tag), which
+        training logs every Training.probe_every steps; None if there are no such metrics.
         """
         return None
 
@@ -250,7 +250,7 @@ class Task(abc.ABC):
     # The following methods initialise a model from the weights of another model (a warm start).
 
     def load_converted(self, config: Config, where: Path) -> Weights:
-        """Returns weights that brt.convert wrote, or a decoder in Hugging Face's format.
+        """Returns the weights in `where`, written by brt.convert or in Hugging Face's format.
 
         The method is called if Training.init_from is no run directory with checkpoints.
         """

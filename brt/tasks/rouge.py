@@ -161,7 +161,7 @@ def _rises(a: Words, b: Words) -> list[int]:
 
 
 def _length(rises: int, j: int) -> int:
-    """Returns the length of the longest common subsequence with the first j words of `b`."""
+    """Returns the length of the longest common subsequence with b[:j]; `rises` is from `_rises`."""
     return (rises & ((1 << j) - 1)).bit_count()
 
 

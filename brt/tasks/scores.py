@@ -51,8 +51,8 @@ def score_summaries(summaries: Sequence[Summary], protocol: RougeProtocol) -> Sc
                                          the tokens that were cut off
         lengths                          mean, median, minimum and maximum of the lengths of
                                          documents, references and predictions
-        exact                            share of the predictions that equal the reference, white
-                                         space around them aside
+        exact                            share of the predictions that equal the reference apart
+                                         from white space at the ends
         empty, distinct                  numbers of empty and of distinct predictions
         copied_bigrams                   share of the predictions' bigrams that occur in the part of
                                          the document that the model read

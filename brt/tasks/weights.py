@@ -40,8 +40,8 @@ class Weights(NamedTuple):
 
     where: str  # the path, as written in the config
     model: Any  # config section that describes the model of the weights
-    tokenizer: str | None  # fingerprint of the tokenizer of training; None if unknown
-    task: str | None  # name of the task of training; None if unknown
+    tokenizer: str | None  # fingerprint of the tokenizer used in training; None if unknown
+    task: str | None  # name of the task that was trained; None if unknown
     load: Callable[[], PyTree[Array]]
     load_model_state: Callable[[], PyTree[Array]] = tuple
     tokenizer_file: str = ""  # path of the tokenizer's file among the weights
@@ -141,7 +141,7 @@ def fill_in_vocabulary(config: Config, section: str, tokenizer: Tokenizer, ids: 
 def with_steps(config: Config, steps_per_epoch: int) -> Config:
     """Returns the config with Training.steps computed from Training.epochs, if epochs are set.
 
-    Raises ConfigError if a decaying schedule would not have a shorter warm-up than the training.
+    Raises ConfigError if the schedule decays and its warm-up is not shorter than the training.
     """
     t = config.training
     if not t.epochs:

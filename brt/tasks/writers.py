@@ -10,7 +10,7 @@ from brt.data import plain_text
 from brt.errors import ConfigError
 from brt.generation.session import Session
 
-# A text, or a conversation, which the chat template of the tokenizer makes a text.
+# A text, or the messages of a conversation, which the tokenizer's chat template converts to a text.
 Prompt = str | Sequence[Mapping[str, Any]]
 
 
@@ -21,7 +21,7 @@ class WriteOptions(NamedTuple):
     sampling: Sampling | None = None
     max_tokens: int | None = None
     seed: int | None = None
-    stop: tuple[str, ...] = ()  # texts before the first of which the text ends
+    stop: tuple[str, ...] = ()  # the text ends before the first of these that occurs
     # True reads the names of special tokens in the prompt as these tokens.
     special_tokens: bool = False
 
@@ -32,7 +32,7 @@ def write_options(
 ) -> WriteOptions:  # fmt: skip
     """Returns the options of a text that a user asks for, as described in `WriteOptions`.
 
-    `drawn` are settings that replace those of `sampling` unless they are None. Raises ConfigError
+    `drawn` has settings that replace those of `sampling`; None keeps a setting. Raises ConfigError
     if an option is out of its range or contradicts another one, and DataError if a stop string is
     not valid text.
     """
@@ -79,14 +79,14 @@ class StopFilter:
 
     Of several stop strings that are complete at the same character, the longest counts. The result
     does not depend on how the text is divided into pieces. No stop string is empty. `found` is True
-    once the text has ended at one.
+    once the text has ended at a stop string.
     """
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held, self.found = tuple(stops), "", False
 
     def add(self, piece: str, *, final: bool = False) -> str:
-        """Takes the next piece, and returns the text that no stop string can contain any more."""
+        """Takes the next (or `final`) piece; returns text that cannot be part of a stop string."""
         text = self._held + piece
         places = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
         if places:

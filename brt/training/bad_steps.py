@@ -104,7 +104,7 @@ class BadSteps:
     def record(self, step: int, reason: str, checkpoint: int | None = None) -> str:
         """Records a bad step; returns a message for the user.
 
-        The step left the train state unchanged, or the run returns to a checkpoint or to step 0.
+        The run returns to the step `checkpoint`; None if the bad step left the state unchanged.
         NonFiniteError is raised if the run has more bad steps than Training.max_bad_steps.
         """
         start, consequence = {}, "the step changed nothing"

@@ -17,7 +17,7 @@ class Chip(NamedTuple):
     # Bytes per second that a device sends over all of its links together, which is half of the
     # bidirectional bandwidth. Slices without the links that close a torus have fewer links.
     network: float
-    clock: float  # cycles per second, of which estimates of a step's cycles are multiples
+    clock: float  # cycles per second, by which estimated cycles of a step become seconds
     between_slices: float = 0.0  # bytes per second that a device of a TPU sends to other slices
 
 
@@ -38,7 +38,7 @@ CHIPS = {
     "h100": Chip("h100", 80 * _GIB, 989e12, 3.35e12, 450e9, 1.98e9),
     "h200": Chip("h200", 141 * _GIB, 989e12, 4.8e12, 450e9, 1.98e9),
 }
-# The names of kinds of devices in jax. More words may follow the name of a GPU.
+# The chip of each `device_kind` of jax. More words may follow the `device_kind` of a GPU.
 KINDS = {
     "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
     "TPU v6 lite": "v6e", "TPU v6e": "v6e", "NVIDIA A100": "a100", "NVIDIA H100": "h100",

@@ -101,7 +101,7 @@ def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
 
 
 def with_own_tokenizer(config: Config, workdir: Workdir, checkpoint: VerifiedCheckpoint) -> Config:
-    """Returns the config of a resumed run that names its copy of a tokenizer, if it named a file.
+    """Returns a config that names the run's copy of the tokenizer if it named the original file.
 
     The original file may be gone.
     """

@@ -146,8 +146,8 @@ def open_evaluator(
     `ablate` is a part of the carry ("cache", "state", "memory", or "both" for all three) that a
     second evaluation resets before every segment. A language model is evaluated once with each of
     the `windows`, numbers of tokens that replace Model.window. `other` is a model to compare with
-    on the same documents; then `ablate` names a part of its memory. `generate` also scores
-    completions that the model writes.
+    on the same documents; then `ablate` names a part of the memory of `other`. `generate` also
+    scores completions that the model writes.
     """
     config, task = model.config, tasks.from_config(model.config)
     check(
@@ -194,8 +194,8 @@ def evaluate(
 ) -> Evaluated:  # fmt: skip
     """Evaluates one checkpoint of a run on one split, and writes and returns the report.
 
-    `on_result` is called with it before it is written. `evaluator` is one that was used for another
-    checkpoint; None opens one with the other arguments (see `open_evaluator`).
+    `on_result` is called with the report before it is written. `evaluator` is one that was used for
+    another checkpoint; None opens one with the other arguments (see `open_evaluator`).
     """
     if model.own_tokenizer is not None:
         raise ConfigError(
@@ -226,7 +226,7 @@ def inspect(
     The files are evaluations/<step>/<split>_probe.json, and pictures in the directory plots. The
     metrics are also returned, with the entries "workdir" and "step". About `tokens` tokens are read
     (None: the default, 0: all). `on_text` is called with the report as text before files are
-    written. A model without memory is a ConfigError.
+    written. ConfigError is raised for a model without memory.
     """
     directory, task = model.workdir.evaluations / str(model.step), tasks.from_config(model.config)
     stored = can_store(model.workdir)

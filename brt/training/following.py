@@ -41,7 +41,7 @@ class Waiter:
         self._since: float | None = None
 
     def wait(self, what: str) -> None:
-        """Sleeps until the next check for the event `what`; CheckpointError at the timeout."""
+        """Sleeps until the next check for `what`, an event; raises CheckpointError at a timeout."""
         now = time.monotonic()
         if self._since is None:
             self._since = now

@@ -64,9 +64,9 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
 
 
 def _repeated(describe: Callable[[], _T], directory: Path, step: int | None) -> _T:
-    """Calls a function again if it fails because a trainer has replaced checkpoints meanwhile.
+    """Returns the result of `describe`; calls it again if a trainer has replaced checkpoints.
 
-    If the user requested a `step`, the error is raised.
+    If the user requested a `step`, an error is raised at once.
     """
     while True:
         before = reader.present(directory)

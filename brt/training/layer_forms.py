@@ -5,8 +5,8 @@ layers, a stack. A step that calls its layers without a loop would cut every sta
 would put the gradients of the layers into a new stack. On TPUs, this takes 5 % of a step. The step
 of accelerators therefore reads and writes a train state in the separate form, which has a list of
 arrays, one for each layer, in place of a stack. The optimizer's state of a stack
-(`layerwise.LayerwiseState.stacked`) is a list of states in the same way. The step of one GPU has
-stacks: its optimizer then runs a third of the kernels.
+(`layerwise.LayerwiseState.stacked`) is a list of states in the same way. The step of a single GPU
+keeps stacks, with which its optimizer launches a third as many GPU kernels.
 """
 
 import warnings
@@ -33,7 +33,7 @@ def separates(config: Config) -> bool:
     """Returns True if the compiled step of a config has its train state in the separate form.
 
     Models without stacks have no separate form. Muon concatenates the matrices of all layers, so it
-    has the stacked form. An optimizer state that is stored in the memory of the host has it, too.
+    keeps stacks. An optimizer state that is stored in the memory of the host keeps stacks, too.
     """
     mesh, policy = config.mesh, dispatch.policy()
     several = (mesh.data, mesh.fsdp, mesh.tensor, mesh.sequence) != (1, 1, 1, 1)
@@ -142,7 +142,7 @@ def _conversion(
 ) -> Conversion:
     """Returns a function that gives parameters and optimizer state the form of `result`.
 
-    It is compiled at its first call, and does nothing to a state that has this form.
+    The function is compiled at its first call. It does nothing if the state has this form already.
     """
     structure: Any = jax.tree.structure(result.params)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, result)
@@ -163,7 +163,7 @@ def _consumed(program: Callable[[PyTree], PyTree], tree: PyTree[Array]) -> PyTre
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         result = program(tree)
-    # Arrays that are not converted are donated. A stack cannot be, as no result has its shape.
+    # Arrays that keep their shape are donated. A stack cannot be donated and is deleted here.
     for leaf in jax.tree.leaves(tree):
         if not leaf.is_deleted():
             leaf.delete()

@@ -107,8 +107,8 @@ def updated(
 ) -> tuple[Parameters, LayerwiseState, list[tuple]]:
     """Applies `update`, which returns new arrays, new state and a further result, to groups.
 
-    Layers in the separate form are updated one by one. The new arrays are returned as a tree like
-    `like`, and the further results as a tuple for each group.
+    Layers in the separate form are updated one by one. Returns the new arrays as a tree like
+    `like`, the new state, and a tuple of the further results for each group.
     """
     arrays: Group = {}
     states, rest = {}, []
@@ -163,7 +163,7 @@ class Stepper(NamedTuple):
 
 
 def stepper(transform: optax.GradientTransformation) -> Stepper:
-    """Returns an optimizer of optax that adds its updates to the parameters in `step`."""
+    """Returns an optimizer of optax as a `Stepper`, whose `step` adds updates to parameters."""
 
     def step(
         gradients: Parameters, state: Any, params: Parameters, divisor: Float[Array, ""]

@@ -24,7 +24,7 @@ _EVERY_SECONDS = _TIMEOUT = 2.0
 def watching(stop: Callable[[str], object]) -> Iterator[None]:
     """Context in which a thread calls `stop` with the name of an announcement.
 
-    Outside of Google Cloud, nothing is asked. An announcement from before the context does not
+    Outside of Google Cloud, no server is asked. An announcement from before the context does not
     count, because a run that is started again on the same machine would make no step.
     """
     seen: dict[str, str] = {}

@@ -156,7 +156,7 @@ class TensorBoard:
         with self._tolerate_errors():
             directory.mkdir(exist_ok=True)
             name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-            # For the library, the beginning of a relative name, such as gs:, is a kind of storage.
+            # The library takes the beginning of a relative name, such as gs:, for a storage scheme.
             self._writer = RecordWriter(os.path.abspath(directory / name))
             self._add(Event(file_version="brain.Event:2"))
         self.rewind(resume_step)
@@ -233,7 +233,7 @@ def _set_aside(path: Path, damaged: Sequence[int]) -> str:
 
 
 def _drop_after(path: Path, step: int) -> dict[str, Any]:
-    """Removes later steps and damaged lines from a metrics.jsonl; returns its last record."""
+    """Removes steps after `step` and damaged lines; returns the last record that remains, or {}."""
     text = untrusted.read_file(path) if path.exists() else b""
     records = [record for record in read_metrics(path) if record["step"] <= step]
     new_text = b"".join(map(_encode, records))
@@ -401,7 +401,7 @@ def _is_copy(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
     """Returns True if a run directory (`now`) is a copy of the one that trackers.json names.
 
     A renamed directory keeps its inode, also on a disk that another machine mounts. On the same
-    machine, a directory that has replaced the original is the original, wherever it is.
+    machine, a directory with another inode is a copy only if the original is still elsewhere.
     """
     if saved is None or saved["inode"] == now["inode"]:
         return False
@@ -411,7 +411,7 @@ def _is_copy(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
 
 
 def read_trackers(file: Path) -> dict[str, Any]:
-    """Returns the ids of the services' runs, and the "directory"; {} without trackers.json."""
+    """Returns the content of trackers.json: the ids of runs, by service, and the "directory"."""
     try:
         return untrusted.read_json(file, _IDS)
     except FileNotFoundError:

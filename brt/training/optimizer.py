@@ -2,10 +2,10 @@
 
 Optimizer.rates has factors of the learning rates and weight decays of chosen parameters.
 
-Adafactor has kernels for matrices. The op `brt.ops.adafactor` returns new parameters instead of
-updates, so that a kernel can read and write each array once. The state is that of
+On TPUs, the op `brt.ops.adafactor` updates matrices by a Pallas kernel. It returns new parameters
+instead of updates, so that the kernel can read and write each array once. The state is that of
 `optax.adafactor`, which updates all parameters that have no kernel, such as vectors. On CPUs and
-GPUs, and if arrays are sharded over devices, these are all parameters.
+GPUs, and if arrays are sharded over devices, it updates all parameters.
 
 Muon makes the update of a matrix orthogonal (Jordan et al., 2024).
 """
@@ -60,7 +60,7 @@ _DECAY = -0.8  # The exponent in optax's formula of the decay of the second mome
 def with_rates(
     transform: optax.GradientTransformation, optimizer: Optimizer
 ) -> optax.GradientTransformation:
-    """Returns an optimizer with the factors of learning rates and weight decays in Optimizer.rates.
+    """Returns `transform` with the factors of learning rates and weight decays in Optimizer.rates.
 
     The updates of Adafactor, AdamW and Muon are proportional to the learning rate, so the updates
     are multiplied by its factor. AdamW and Muon use the parameters only for weight decay, so the
@@ -162,7 +162,7 @@ def learning_rate(
 
 
 def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AUTO) -> Stepper:
-    """Returns the optimizer of a run, which may update matrices by kernels; see `transformation`.
+    """Returns the optimizer of a run, which may have a Pallas kernel; see `transformation`.
 
     If Optimizer.clip_norm is set, every optimizer first clips the norm of the gradients.
     `implementation` is that of the op "adafactor".
@@ -312,7 +312,7 @@ def _ungrouped(
 class _Rules(NamedTuple):
     """What an update of Adafactor depends on, except arrays."""
 
-    transform: optax.GradientTransformation  # `optax.adafactor`, for parameters without a kernel
+    transform: optax.GradientTransformation  # `optax.adafactor`, where there is no Pallas kernel
     schedule: Schedule
     axes: Axes  # names of each parameter's axes, by the parameter's path
     factor: Callable[[str], float]  # from a parameter's path to the factor of its learning rate
@@ -321,7 +321,7 @@ class _Rules(NamedTuple):
 
 
 class _Stack(NamedTuple):
-    """A stack of matrices [L, A, *columns] with a kernel: the first inputs of the op."""
+    """The op's first arguments: a stack [L, A, *columns] of L matrices with A rows."""
 
     gradient: Array
     parameter: Array
@@ -343,9 +343,9 @@ def _adafactor_step(
 ) -> Stepped:
     """Returns the new parameters, the new state of the optimizer, and the norm of the gradients.
 
-    The kernels divide the gradients by `divisor` as they read them, and return the sums of their
-    squares. `state` is that of `layerwise.layerwise(rules.transform)`; `plain` is the same function
-    without kernels.
+    The Pallas kernel divides the gradients by `divisor`, and sums the squares of the quotients.
+    `state` is that of `layerwise.layerwise(rules.transform)`. `plain` is the step without Pallas
+    kernels, which is used if no matrix has one.
     """
     groups = layerwise.grouped(gradients, state, params, rules.axes)
     flat = flatten_dict(params, sep="/")
@@ -359,7 +359,7 @@ def _adafactor_step(
 
 
 def _stacks(group: Arrays, shapes: _Shapes, rules: _Rules) -> dict[str, _Stack]:
-    """Returns, by path, the matrices that have a kernel. The group is not in the separate form."""
+    """Returns, by path, the matrices in one result of `Arrays.layers` that have a Pallas kernel."""
     depth, gradients, state, params = group
     factored, ema = (_part(state, kind) for kind in (optax.FactoredState, optax.EmaState))
     found = {}
@@ -386,7 +386,7 @@ def _update_group(
 ) -> tuple[Group, Any, Float[Array, ""]]:
     """Returns the new parameters and state of a group, and the sum of its squared gradients.
 
-    The gradients are squared after their division. optax updates matrices without kernels.
+    Gradients are divided by `divisor` first. optax updates parameters without a Pallas kernel.
     """
     depth, gradients, state, params = group
     stacks = _stacks(group, shapes, rules)
@@ -426,7 +426,7 @@ def _part(state: Any, kind: type) -> Any:
 
 
 def _restricted(state: Any, names: Iterable[str]) -> Any:
-    """Returns the part of a group, or of its state, that belongs to parameters of these paths."""
+    """Returns the part of a group, or of its state, that belongs to the parameters `names`."""
     return jax.tree.map(
         lambda x: {n: x[n] for n in names} if isinstance(x, dict) else x, state,
         is_leaf=lambda x: isinstance(x, dict),
@@ -434,7 +434,7 @@ def _restricted(state: Any, names: Iterable[str]) -> Any:
 
 
 def _with_moments(state: Any, found: dict[str, Moments], depth: str) -> Any:
-    """Adds the moments of parameters with a kernel, by path, to optax's state of the others."""
+    """Returns optax's state of other parameters with the moments `found`, by path, added to it."""
     vectors, unused, momenta = {}, {}, {}
     for name, (rows, columns, momentum) in found.items():
         vectors[name] = _ordered(rows, columns, momentum.shape[bool(depth) :])

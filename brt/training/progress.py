@@ -52,7 +52,7 @@ class PhaseTracker:
 
     The main thread changes the status. Every thread may read the status (`now`), because it is a
     single value that is replaced as a whole. A `step` of None leaves the number of completed steps
-    as it is. `began` is the time at which the process began, if it did so to train.
+    as it is. `began` is the time at which the process began; None if it was not started to train.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, began: float | None = None):
@@ -95,7 +95,7 @@ class PhaseTracker:
         self._count(name)
 
     def seconds(self) -> Mapping[str, float]:
-        """Returns the time spent so far in each phase, and on what was counted by other names."""
+        """Returns the time spent so far in each phase and, by name, in each `counting` context."""
         self._count(self._status.phase)
         return self._seconds
 
@@ -131,7 +131,7 @@ class PhaseTracker:
 
 
 def until_first_step(seconds: Mapping[str, float]) -> str:
-    """Returns a line about the time before the end of the first step, as `seconds` divides it."""
+    """Returns a line about the time until the end of the first step, divided as in `seconds`."""
     names = {"stepping": "first step", "starting": "other"}
     tenths = {names.get(name, name): round(10 * time) for name, time in seconds.items()}
     tenths["other"] = tenths.pop("other", 0)  # It comes last.
@@ -350,7 +350,7 @@ class Throughput:
         return rate
 
     def seconds_left(self, steps: int) -> float:
-        """Returns the expected time of `steps` more steps, with pauses as so far."""
+        """Returns the expected seconds for `steps` more steps, if pauses stay as frequent."""
         return (self._clock() - self._created) / self._all_steps * steps
 
 
@@ -377,7 +377,7 @@ class Profile:
             self._running = True
 
     def after(self, step: int, wait_for: object) -> bool:
-        """If `step` is the last one to trace, ends the trace after `wait_for`; returns True."""
+        """Returns True if `step` is the last to trace, and ends the trace after `wait_for`."""
         if not (self._running and step >= self._steps[1]):
             return False
         jax.block_until_ready(wait_for)

@@ -7,8 +7,8 @@ every iteration.
 
 If parameters are sharded over devices (`Mesh.fsdp`, `Mesh.tensor`), the SPMD partitioner has to
 distribute the whole computation, because it cannot partition an embedding lookup inside of a
-`shard_map` over replicas (jax 0.10 aborts). Then `count` returns 1, and other functions are not
-used. A mesh of None stands for JAX's current mesh.
+`shard_map` over replicas (jax 0.10 aborts). Then `count` returns 1, and only the functions for
+groups are used. A mesh of None stands for JAX's current mesh.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,7 +53,7 @@ def in_groups(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
 
 
 def zeros_in_groups(like: Array) -> Array:
-    """Returns zeros [groups, ...] for the sums of each group."""
+    """Returns zeros [groups, ...], to which each group adds arrays of the shape of `like`."""
     zeros = jnp.zeros((groups(), *like.shape), like.dtype)
     free = (PartitionSpec.UNCONSTRAINED,) * like.ndim
     return jax.lax.with_sharding_constraint(zeros, PartitionSpec(_AXIS, *free))
@@ -132,8 +132,8 @@ def psum(
 ) -> PyTree[Array]:
     """Returns the sum over the replicas of every array of a tree, inside of `shard_map`.
 
-    With `optimizer_shards`, each replica receives only its shard of every sum. CPUs send one
-    message, all arrays concatenated, because the time of a message hardly depends on its size.
+    With `optimizer_shards`, each replica receives only its shard of every sum. CPUs send
+    all arrays in one message, because the time of a message hardly depends on its size.
     """
     with jax.named_scope("replicas"):
         if optimizer_shards is not None:

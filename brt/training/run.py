@@ -93,7 +93,7 @@ def build(
 def without_data(config: Config) -> Shapes | None:
     """Returns the shapes of a run without opening its data; None if they depend on the data.
 
-    They do if the data determine the size of the vocabulary, or if Training.init_from is set.
+    This is so if the data determine the size of the vocabulary, or if Training.init_from is set.
     """
     task = tasks.from_config(config)
     if config.training.init_from or not task.sizes_are_configured(config):
@@ -158,7 +158,7 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     """Returns the train state at step 0, on the devices of the run.
 
     Parameters are random, or the weights that Training.init_from names. `say` is called with a
-    message if these lack parameters of the model, or have others.
+    message if the named weights lack parameters of the model, or have others.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.state_shapes)
     init = partial(initial_state, run.config, run.optimizer)
@@ -202,7 +202,7 @@ def local_reader(run: Run) -> Reader:
 def put(run: Run, batch: Any) -> Any:
     """Puts a batch onto the devices of a run, sharded by row.
 
-    `batch` has the rows of this process (`local_reader`), the result those of all processes.
+    `batch` has the rows of this process (`local_reader`), the result has those of all processes.
     """
     if not processes.several():
         return jax.device_put(batch, by_lane(run.mesh))
@@ -273,7 +273,7 @@ class CompiledStep:
         self._key = jax.jit(lambda: _key(run), out_shardings=replicated(run.mesh))()
         self._run = run
         self._limited = skips_spikes(run.config)
-        # `stacked` gives a train state of either form stacks of layers, and donates its memory.
+        # `stacked` converts a train state of either form to stacks, and donates its memory.
         forms = layer_forms.conversions(run.config, run.state_shapes, run.mesh)
         self._for_step, self.stacked = forms
         self._compiled: dict[tuple, Any] = {}
@@ -296,7 +296,7 @@ class CompiledStep:
     ) -> tuple[TrainState, StepMetrics]:
         """Runs a step, which is compiled first if necessary; the memory of `state` is donated.
 
-        `state` has either form of `layer_forms`, and the result that of the compiled step. `limit`
+        `state` has either form of `layer_forms`; the result has that of the compiled step. `limit`
         is the loss in nats per token above which the step leaves the state unchanged (see
         `skips_spikes`).
         """
@@ -313,7 +313,7 @@ def compiled_step(run: Run) -> CompiledStep:
 
 
 def _shape(batch: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of a batch's arrays without the axis of rows, which has one length."""
+    """Returns the shapes of a batch's arrays without the axis of rows, whose size never changes."""
     return tuple(x.shape[1:] for x in batch)
 
 

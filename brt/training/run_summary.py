@@ -25,7 +25,7 @@ from brt.training.workdir import Workdir
 
 
 def describe_start(run: Run, workdir: Workdir) -> str:
-    """Returns a line about a run; its memory is that of the train state, without activations."""
+    """Returns a line about a run. The memory in it is of the train state, without activations."""
     total, non_embedding = parameter_counts(run.state_shapes.params)
     tokens = run.reader.positions(run.reader.largest())
     patterns = trainable.patterns(run.config)
@@ -45,7 +45,7 @@ def describe_start(run: Run, workdir: Workdir) -> str:
 
 
 def notes(run: Run) -> Iterator[str]:
-    """Yields messages about idle devices, replicated keys, and factors of Optimizer.rates."""
+    """Yields messages about idle devices, replicated heads of keys, and Optimizer.rates."""
     available, used = len(jax.devices()), run.mesh.size
     if used != available:
         yield f"using {used} of {available} devices; Mesh.data = {available} would use all"
@@ -183,7 +183,7 @@ def _paths_and_commands(run: Run, workdir: Workdir) -> list[str]:
 
 
 def _next_steps(run: Run, quoted: str) -> list[str]:
-    """Returns the commands that the task suggests, for the test split or, without one, another."""
+    """Returns the task's suggested commands for the directory `quoted` and a split that exists."""
     split = next((name for name in ("test", SPLIT, "train") if name in run.dataset.splits), "train")
     commands = run.task.next_steps(quoted)
     return [command.replace("--split=test", f"--split={split}") for command in commands]

@@ -205,9 +205,9 @@ def tokenizer(model: SavedModel) -> Tokenizer:
 def open_split(model: SavedModel, split: str) -> Dataset:
     """Opens one split of the data that the model's config names, encoded with the run's tokenizer.
 
-    Another tokenizer than the run's is a ConfigError (of the config) or a CheckpointError (of the
-    prepared data). DataError is raised if the split does not exist, cannot be read, or was held out
-    of data that have changed since, so that other documents would be held out now.
+    ConfigError is raised if the config names another tokenizer than the run's, CheckpointError if
+    the prepared data have another one, and DataError if the split does not exist, cannot be read,
+    or was held out of data that have changed, so that other documents would be held out now.
     """
     config, task = model.config, tasks.from_config(model.config)
     configs = config_from_json(model.meta["config"]), config
@@ -241,7 +241,7 @@ class ConfigChanges(NamedTuple):
     """Differences between the config of a checkpoint and the config of the resuming run."""
 
     lines: list[str]  # every difference as "Section.field: old -> new"
-    allowed: list[str]  # the names of those that need --allow_config_change
+    allowed: list[str]  # names of the settings that need --allow_config_change
 
 
 def check_allowed_names(names: Collection[str]) -> None:
@@ -257,8 +257,8 @@ def check_resumable(
     """Returns the differences between two configs as "Section.field: old -> new".
 
     ConfigError is raised if a setting differs that must not change, unless the user allows it to
-    change (`allowed`, the names in --allow_config_change; None if the checkpoint is only read). The
-    error names this flag only if it would make the differences `possible`.
+    change (`allowed`, the names in --allow_config_change; None if the checkpoint is only read). If
+    `possible` is False, the error does not suggest this flag, because it would not help.
     """
     differences = difference(saved, config)
     refused = {
@@ -286,7 +286,7 @@ def config_changes(
 ) -> ConfigChanges:
     """Returns the differences between the config of a checkpoint and that of the resuming run.
 
-    Besides the errors of `check_resumable`, a ConfigError is raised if a change has changed the
+    Besides the errors of `check_resumable`, a ConfigError is raised if a change alters the
     shapes of arrays, which not even --allow_config_change permits.
     """
     saved = config_from_json(checkpoint.meta["config"])

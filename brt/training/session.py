@@ -61,7 +61,7 @@ class Session:
 
     run: Run
     workdir: Workdir  # a temporary directory in all processes except for the first
-    # The state has either form of `layer_forms`. A training step donates its memory to the next.
+    # The state has either form of `layer_forms`. A training step donates the old state's memory.
     state: TrainState
     completed: int  # number of completed steps, as in `state`
     resumed: bool  # True between the restoring of a checkpoint and the next step
@@ -95,8 +95,8 @@ class Session:
         """Context that opens a run for training, yields its session, and closes all its files.
 
         If the directory has checkpoints, the run resumes from the newest one. `allowed` names
-        settings that may differ from its config, although a run with another value is a different
-        run.
+        settings that may differ from the checkpoint's config, although they determine the result of
+        the run.
         """
         phases = PhaseTracker(began=runtime.began)
         # This call raises an error if a tracking service cannot be used. It comes first, because
@@ -125,12 +125,12 @@ class Session:
 
     @property
     def variables(self) -> Variables:
-        """The parameters, with low-rank adapters merged in, and the model state of the model."""
+        """The model's parameters, with low-rank adapters merged in, and its model state."""
         state = self._stacked_state()
         return Variables(merged_params(self.run.config, state.params), state.model_state)
 
     def _stacked_state(self) -> TrainState:
-        """Returns the train state with stacks of layers (`layer_forms`), which replaces `state`."""
+        """Converts `state` to the form with stacks of layers (`layer_forms`), and returns it."""
         if self.program:
             self.state = self.program.stacked(self.state)
         return self.state
@@ -391,7 +391,7 @@ def enter_workdir(workdir: Workdir, stack: contextlib.ExitStack) -> Workdir:
 def _find_again(
     workdir: Workdir, checkpoint: VerifiedCheckpoint | None
 ) -> VerifiedCheckpoint | None:
-    """Returns the checkpoint to resume from; `checkpoint` was the newest before the lock."""
+    """Returns the checkpoint to resume from, or None; `checkpoint` was found before the lock."""
     steps = reader.steps(workdir.checkpoints)
     if steps and (checkpoint is None or steps[-1] > checkpoint.step):
         # Either another trainer saved a checkpoint before this process locked the directory, or the
@@ -415,7 +415,7 @@ def _check_processes_agree(run: Run, step: int | None, provenance: Mapping[str, 
 
 
 def _check_disk(run: Run, workdir: Workdir, constant: Collection[str]) -> None:
-    """Raises CheckpointError if the disk lacks space for two checkpoints, or for the only one.
+    """Raises CheckpointError if the disk lacks space for two checkpoints (one if only one is kept).
 
     Checkpoints share the files of `constant` arrays.
     """
@@ -430,10 +430,10 @@ def _seek(
     batches: BatchIterator, saved: Mapping[str, Any], changes: ConfigChanges, phases: PhaseTracker,
     progress: Progress,
 ) -> None:  # fmt: skip
-    """Moves the iterator of batches to the position of a checkpoint.
+    """Moves the iterator of batches to the position `saved` in a checkpoint.
 
-    If the user allowed changes, what determines the order of the data, such as the seed, is that of
-    the new run; the step is always that of the checkpoint.
+    If the user allowed changes, the values that determine the order of the data, such as the seed,
+    are those of the new run. The step is always that of the checkpoint.
     """
     new = {k: v for k, v in batches.get_state().items() if k not in ("step", "store")}
     position = {**saved, **(new if changes.allowed else {})}

@@ -1,6 +1,6 @@
 """The train state: everything that a training step changes.
 
-The shardings of a state are the axes of the mesh over which its arrays are sharded.
+The sharding of each array follows from the names of its axes (`brt.distributed.rules`).
 """
 
 from functools import lru_cache, partial
@@ -66,7 +66,7 @@ def parameter_shapes(config: Config) -> PyTree[jax.ShapeDtypeStruct]:
     return _parameter_shapes(config, tasks.from_config(config))
 
 
-@lru_cache(maxsize=16)  # A start asks several times, and each time the whole model is traced.
+@lru_cache(maxsize=16)  # Each call traces the whole model, and a starting run calls it often.
 def _parameter_shapes(config: Config, _: Task) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.eval_shape(lambda: initial_params(config))
 

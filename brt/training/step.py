@@ -60,8 +60,8 @@ def _loss_and_gradients(
         return microbatch_gradients(inputs)
 
     # Each group of devices adds up its own gradients. Otherwise XLA would add up the gradients of
-    # all groups, which may be in different slices, after each microbatch. What is learned from all
-    # rows at once needs all groups.
+    # all groups, which may be in different slices, after each microbatch. A model state is learned
+    # from all rows at once, so models that have one do without groups.
     groups = 1 if jax.tree.leaves(inputs.model_state) else replicas.groups()
     group_gradients: Callable[..., Any] = microbatch_gradients
     if groups > 1:
@@ -110,8 +110,8 @@ def _over_replicas(
 ) -> tuple[Aux, PyTree[Array]]:
     """Computes the loss and its gradients over the rows of all replicas.
 
-    A model state is learned from all rows at once, so models that have one leave it to the SPMD
-    partitioner to distribute the computation. `optimizer_shards` are specs of the gradients'
+    A model state is learned from all rows at once, so the computation of models that have one is
+    distributed by the SPMD partitioner. `optimizer_shards` are specs of the gradients'
     shards; None if all replicas need all gradients.
     """
     if replicas.count() == 1 or jax.tree.leaves(inputs.model_state):
@@ -216,7 +216,7 @@ def train_step(
 def _unless_bad(
     before: TrainState, new: TrainState, metrics: StepMetrics, limit: Array | None
 ) -> tuple[TrainState, StepMetrics]:
-    """Returns the new state, or the old state with the new step number if the step is bad.
+    """Returns the new state (the old one with the new number if the step is bad) and the metrics.
 
     A step is bad if its loss, gradients or new state are not finite, or its loss exceeds `limit`.
     """
@@ -255,7 +255,7 @@ class MetricAccumulator:
         self.restore(saved)
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        """Replaces all totals, by 0 if `saved` is None, and drops the metrics of a running step."""
+        """Sets all totals to `saved` (None: to 0), and drops the metrics of a running step."""
         saved = saved or {}
         # Scored tokens (targets that are not padding) since step 0, without skipped steps.
         self.tokens_seen: int = saved.get("tokens_seen", 0)
@@ -294,7 +294,7 @@ class MetricAccumulator:
             return
         if skipped is None and (reason := self._problem(step, nats, tokens, norm)):
             raise BadStep(step, reason, _REMEDY)
-        if tokens:  # A step may read prompts alone.
+        if tokens:  # A step that reads only prompts has no scored tokens.
             self._recent.add(step, nats / tokens)
         self._nats += nats
         self._tokens += tokens

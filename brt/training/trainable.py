@@ -2,7 +2,7 @@
 
 Frozen parameters have no gradients and no optimizer state, and no step changes them.
 
-Patterns such as "*/cell/*" choose parameters, as those of the module `fnmatch` do. A parameter's
+Patterns such as "*/cell/*" choose parameters, as in the module `fnmatch`. A parameter's
 path has the names on the way to the parameter in the tree of parameters, joined by "/".
 
 Low-rank adapters (LoRA, Hu et al. 2021) are trained instead of the kernels of a model. An adapter
@@ -38,7 +38,7 @@ def matches(path: str, patterns: Sequence[str]) -> bool:
 def check_patterns(
     setting: str, patterns: Sequence[str], paths: Collection[str], kind: str
 ) -> None:
-    """Raises ConfigError if a pattern of a setting matches no path of a parameter."""
+    """Raises ConfigError if a pattern matches none of `paths`, which the message calls `kind`."""
     for pattern in patterns:
         if any(matches(path, [pattern]) for path in paths):
             continue
@@ -115,7 +115,7 @@ def split_adapters(params: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _check_adapter(params: PyTree[nn.Partitioned], config: Config) -> None:
-    """Refuses adapters of kernels that do not exist, are trained whole, or have a smaller rank."""
+    """Raises ConfigError if an adapted kernel is missing, trained whole, or of too low a rank."""
     adapter, trainable = config.adapter, config.training.trainable
     kernels = _kernels(params)
     check_patterns("Adapter.kernels", adapter.kernels, kernels, "kernels of the model")

@@ -1,6 +1,6 @@
 """Ends a process that makes no progress, and reports where it is stuck.
 
-It also writes a small file that says what the process is doing, for monitoring from outside.
+The module also writes a small file about what the process is doing, for monitoring.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
     """Context in which a thread ends this process if the process makes no progress for too long.
 
     Progress is a completed step, an evaluated batch, a sampled token or the beginning of a phase.
-    Phases without such signs (`phases.WITHOUT_PROGRESS`) may take PATIENCE times as long. Time in
+    Phases without such signs (`WITHOUT_PROGRESS`) may take PATIENCE times as long. Time in
     which the whole process is suspended (Ctrl-Z) does not count, unless it exceeds twice the limit.
     Before the process ends with the exit code HUNG, the stacks of all Python threads are written to
     stderr and to the file `stacks`.
@@ -172,7 +172,7 @@ def _end(now: RunStatus, idle: float, stacks: Path) -> None:
 
 
 def _published(stacks: Path) -> bool:
-    """Returns True if the file is where the run is, and False if its bucket does not answer."""
+    """Copies a file to the run's bucket, if it has one; returns False if this fails."""
     done = threading.Event()
 
     def publish() -> None:
@@ -180,7 +180,7 @@ def _published(stacks: Path) -> bool:
             storage.of(stacks).publish_file(stacks)
             done.set()
 
-    # The timer was set without regard to this work.
+    # The timer that ends the process is set again, because it did not allow for this work.
     limit = _PUBLISHING_SECONDS + _GOODBYE_SECONDS + _SLACK
     faulthandler.dump_traceback_later(limit, exit=True, file=_STDERR)
     thread = threading.Thread(target=publish, name="stacks", daemon=True)

@@ -60,7 +60,7 @@ def explain_write_errors(
 
 @contextlib.contextmanager
 def explain_lost_record(path: Path) -> Iterator[None]:
-    """Context that turns an OSError of a file which a run needs to go on into a CheckpointError."""
+    """Context that raises CheckpointError for an OSError of a file that a run cannot do without."""
     try:
         yield
     except OSError as error:
@@ -138,7 +138,7 @@ def _git(checkout: Path) -> dict[str, Any] | None:
         return None
 
 
-# Runs, and tracking services, write to paths with such names in a workdir.
+# Runs and tracking services write to paths with these names in a workdir.
 _WRITTEN = re.compile(
     r".*\.(json|jsonl|txt|gin|md|csv)|\..*lock|evaluations|heartbeat|plots|samples|slurm|"
     r"tensorboard|tokenizer|wandb|mlruns(\.db)?",
@@ -162,8 +162,8 @@ class Workdir:
     """Paths of the files and directories in a run directory; the object creates none of them.
 
     If a run has several processes, the first one writes to the run directory, and the others to
-    temporary directories. All use the checkpoints and what is beside them in the directory `shared`
-    (None: `path`), and the heartbeat files there.
+    temporary directories. All processes use the checkpoints, bad_batches.jsonl and the heartbeat
+    files in the directory `shared` (None: `path`).
     """
 
     path: Path
@@ -258,7 +258,7 @@ def saved_config(path: Path | str) -> Config | None:
 
 @contextlib.contextmanager
 def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
-    """Context that locks a run directory; the lock ends with the process, even if that is killed.
+    """Context that locks a run directory; the lock ends with the process, even if it is killed.
 
     `warn` is called with a message if the previous trainer did not end in an orderly way, or if the
     file system has no locks. ConfigError is raised if another trainer holds the lock.
@@ -318,7 +318,7 @@ def write_json(path: Path, content: Any, *, below: Path | None = None) -> None:
 
 
 def write_text(path: Path, text: str, *, below: Path | None = None) -> None:
-    """Writes a text in UTF-8, with escapes for other bytes of names; see `write_bytes`."""
+    """Writes UTF-8 text; escapes bytes of file names that are not UTF-8. See `write_bytes`."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"), below=below)
 
 

@@ -119,7 +119,7 @@ def to_hf(
 
 
 def load_converted(source: Path) -> ExportFormat:
-    """Returns the export of a model that `from_hf` has written, or of another checkpoint."""
+    """Returns the export of the checkpoint `source`, which `from_hf` may have written."""
     content = to_format(pretrained.read(source)[0], originals.read(source / files.FILE))
     return content._replace(copy_tokenizer=partial(pretrained.copy_tokenizer, source))
 
@@ -129,8 +129,8 @@ def _compare(
 ) -> Generator[str, None, Pretrained]:
     """Compares a model with the model that was written to a directory, and returns the latter.
 
-    Only arrays that both have are compared; `before` has those of the model, or of the checkpoint
-    that it was read from, by Hugging Face's names.
+    Yields lines of a report. `before` has the arrays of the model, or of the checkpoint that it was
+    read from, by Hugging Face's names; those that the directory lacks are not compared.
     """
     reloaded, after, _ = pretrained.read(directory)
     both = {name: array for name, array in before.items() if name in after}
@@ -143,7 +143,7 @@ def _compare(
 
 
 def _compare_with_transformers(model: Pretrained, theirs: Path) -> str:
-    """Compares a model with what transformers computes for the directory that it was read from."""
+    """Returns a line on how the logits of a model and of transformers for `theirs` differ."""
     params, described = model
     x = described.inputs()
     output = verify.transformers_output(theirs, described.transformers_class, x)

@@ -71,7 +71,7 @@ _BART_DEFAULTS = {
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
     "forced_eos_token_id": 2,
 }  # fmt: skip
-# brt reads these keys, too, or they repeat others.
+# Keys of config.json that brt reads, or that only repeat other keys, by family.
 _READ = {
     "t5": {
         *_T5.values(), *_LONG.values(), "feed_forward_proj", "encoder_attention_type",
@@ -235,7 +235,7 @@ class EncoderDecoder(NamedTuple):
         return nn.meta.unbox(seq2seq.init(self._network(), jax.random.key(0)))
 
     def with_copies(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the arrays of an export with those that only Hugging Face's models have."""
+        """Returns the arrays of an export plus arrays that only Hugging Face's models have."""
         # Versions of transformers before 5 would scale the logits of some models of T5 if these had
         # no lm_head.weight.
         if self.model.family == "t5" and self.model.tied_logits and not self.model.scale_logits:
@@ -276,12 +276,12 @@ class EncoderDecoder(NamedTuple):
         return np.asarray(seq2seq.logits(seq2seq.readout(self.model, params), hidden))
 
     def their_logits(self, output: Any, x: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Returns the logits, in the form of `logits`, of what transformers computes for `x`."""
+        """Returns the logits in `output`, transformers' output for `x`, in the form of `logits`."""
         return output.logits.numpy()
 
     def is_comparable(self, initialised: Collection[str]) -> bool:
-        """Returns True if transformers computes the same logits, where a checkpoint lacked the
-        parameters `initialised`.
+        """Returns True if transformers should compute the same logits; `initialised` has the names
+        of the parameters that brt initialised, because the checkpoint lacks them.
         """
         return self.cross.kind == "full"
 

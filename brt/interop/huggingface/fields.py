@@ -25,8 +25,8 @@ def array_names(modules: Mapping[str, str]) -> dict[str, str]:
 def convert_fields(
     table: Mapping[str, str], config: Mapping[str, Any], section: str = ""
 ) -> dict[str, Any]:
-    """Returns settings with values from the content of config.json. `table` has Hugging Face's name
-    of each setting by brt's name, such as "Model.layers", without this `section` ("Seq2Seq.").
+    """Returns settings with values from the content of config.json. `table` has the key of each
+    setting by brt's name, such as "Model.layers" or, with the `section` "Model.", "layers".
     """
     values = {}
     for ours, theirs in table.items():

@@ -49,7 +49,7 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Returns the names of the files of weights that are read; none if there are no safetensors.
+    """Returns the names of the files of weights that are read; [] if there are no safetensors.
 
     If a directory has both a single file and an index, the single file is read, as transformers
     does.
@@ -60,8 +60,8 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def check_is_model(directory: Path) -> None:
-    """Raises CheckpointError if only subdirectories of `directory` have models, as those that
-    transformers' Trainer writes during training, `checkpoint-500` for example.
+    """Raises CheckpointError if a directory has no model, but subdirectories have, such as those
+    called `checkpoint-500` and so on, which transformers' Trainer writes.
     """
     if (directory / "config.json").is_file():
         return

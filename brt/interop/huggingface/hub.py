@@ -13,17 +13,17 @@ _FILES = "model*.safetensors", "adapter_model.safetensors", "*.json", "*.model"
 
 
 def directory(name: str, on_hub: bool = True) -> Path:
-    """Returns the local directory of a model: of a path, a place in a bucket or a model of the hub.
+    """Returns the local directory of a model, given its path, address in a bucket or hub name.
 
-    A name whose owner is a local directory is a path, so that a misspelled path is not looked up;
-    so are all names unless the model may be `on_hub`.
+    The hub is not asked if `on_hub` is False, or if OWNER is a local directory, because the name is
+    then probably a misspelled path.
 
     Raises:
       ConfigError: there is no such model or revision, it cannot be fetched or has no safetensors.
     """
     if not on_hub or not (repository := repository_of(name)):
         path = Path(storage.local(name))
-        # What is no model, such as a directory of many runs, is not copied.
+        # Models are copied, but not run directories, and not directories of several runs.
         if any((path / config).is_file() for config in ("config.json", "adapter_config.json")):
             if not (path / "checkpoints").is_dir():
                 storage.of(path).fetch(path)

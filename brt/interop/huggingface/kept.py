@@ -1,5 +1,4 @@
-"""Writes the tokenizer of an exported model, and gives the files of the directory back that the
-model was read from.
+"""Writes the tokenizer of an exported model, and files that were beside the original model.
 
 The files are those that `brt.data.originals` keeps beside a tokenizer. They are written as they
 were, except for what training or brt changed in config.json and generation_config.json.
@@ -45,14 +44,14 @@ _UNKNOWN_TO_BRT = (
 def with_settings(
     content: ExportFormat, beside: Mapping[str, bytes], own: Collection[str]
 ) -> ExportFormat:
-    """Returns the content of the export of an encoder-decoder or an encoder, in which config.json
-    and generation_config.json have all entries of the original files that the export does not
-    state itself.
+    """Returns the content of the export of an encoder-decoder or an encoder, with all entries of
+    the original config.json and generation_config.json that the export does not state itself. If
+    these files are not of the same model, `content` is not changed.
 
     Args:
       content: the content of the export.
       beside: the original files by name.
-      own: keys that only the export states, even where it lacks them.
+      own: keys that are not taken from the original files, even if the export lacks them.
     """
     ours, theirs = content.settings[CONFIG], read_json(beside, CONFIG)
     if any(theirs.get(name) != ours[name] for name in _SAME if name in ours):
@@ -86,15 +85,16 @@ def read_json(beside: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def family(tokenizer: Tokenizer) -> str | None:
-    """Returns the model_type in the original config.json beside the tokenizer of a decoder."""
+    """Returns the model_type in the original config.json beside a decoder's tokenizer, or None."""
     return config.text_part(read_json(tokenizer.beside, CONFIG)).get("model_type")
 
 
 def with_decoder_settings(
     content: ExportFormat, model: Model, tokenizer: Tokenizer
 ) -> ExportFormat:
-    """Returns the content of an export in which config.json and generation_config.json have all
-    entries of the original files (`Tokenizer.beside`) that neither training nor brt changed.
+    """Returns the content of an export with all entries of the original config.json and
+    generation_config.json (`Tokenizer.beside`) that neither training nor brt changed. If these
+    files are not of the same model, `content` is not changed.
     """
     ours, notes = dict(content.settings[CONFIG]), []
     theirs, generation = (read_json(tokenizer.beside, n) for n in (CONFIG, GENERATION))
@@ -113,7 +113,7 @@ def with_decoder_settings(
     if tuple(i for i in ids if i < tokenizer.vocab_size) != model.end_ids:
         changes = {"eos_token_id": ours["eos_token_id"]}
         notes.append(f"the texts of the export end with the ids {list(model.end_ids)}")
-    # Without a BOS, the code of BrtForCausalLM still has to know with which id texts begin.
+    # Even if the original has no BOS, BrtForCausalLM has to know with which id texts begin.
     other_bos = original_ids.get("bos_token_id") != ours["bos_token_id"]
     if other_bos and (ours["model_type"] == "brt" or original_ids.get("bos_token_id") is not None):
         changes["bos_token_id"] = ours["bos_token_id"]
@@ -121,7 +121,7 @@ def with_decoder_settings(
     elif other_bos:
         original_ids["bos_token_id"] = None
     if original.rotary == model.rotary and ours["model_type"] == theirs["model_type"]:
-        # The original says which scaling it is, of which `ours` has only the numbers.
+        # The original names the scaling of rotary positions; `ours` has only its numbers.
         ours = {name: value for name, value in ours.items() if name not in rotary.KEYS}
         unread |= {name: theirs[name] for name in rotary.KEYS if name in theirs}
     # The original ids of BOS and EOS replace those of the export, unless they are in `changes`.
@@ -146,8 +146,8 @@ def write_tokenizer(tokenizer: Tokenizer, target: Path, *, own_code: bool) -> li
     """Writes the tokenizer of a language model, and returns the names of its files. The original
     files are written if the tokenizer has any.
 
-    With `own_code`, the export has the code of its model. transformers cannot conclude from such a
-    model what the class of the tokenizer is, so tokenizer_config.json says it.
+    If `own_code`, the export contains the code of its model, from which transformers cannot infer
+    the class of the tokenizer. tokenizer_config.json then names the class.
     """
     if not tokenizer.beside:
         return _write_own_tokenizer(tokenizer, target)

@@ -1,12 +1,12 @@
-"""What of a directory in Hugging Face's format brt does not read: keys that must be refused, and
-notes about what is neither used nor kept.
+"""Finds what brt does not read of a directory in Hugging Face's format: keys that must be refused,
+and keys and files that are neither used nor kept, for notes to the user.
 
 The function that a model computes is defined by the class of transformers for its model_type. brt
 converts all keys of the class that matter. Any other key is either a remark (a name, a version, a
-setting of training, of generation, or of how something is computed), which is ignored, or the mark
-of another architecture in the clothes of this one, such as `residual_multiplier`. A key belongs to
-the second kind if its name names a part of a network and its value asks for the part. Such a key is
-refused with the name of the part.
+setting of training, of generation, or of how something is computed), which is ignored, or a sign
+that the architecture differs from that of the class, such as `residual_multiplier`. A key belongs
+to the second kind if its name names a part of a network and its value asks for the part. Such a key
+is refused with the name of the part.
 """
 
 import re
@@ -79,7 +79,7 @@ def check(config: Mapping[str, Any], keys: Collection[str]) -> None:
 
 
 def foreign_parts(config: Mapping[str, Any]) -> str:
-    """Returns the parts that brt has in no model and a config.json asks for, each with a key."""
+    """Returns the parts that config.json needs and no model of brt has, with keys; "" for none."""
     keys: dict[str, str] = {}
     for name, value in config.items():
         if (part := _part(name, value)) in _FOREIGN:
@@ -88,8 +88,8 @@ def foreign_parts(config: Mapping[str, Any]) -> str:
 
 
 def unknown(config: Mapping[str, Any], keys: Collection[str]) -> list[str]:
-    """Returns those of the `keys` of a config.json that are no known remarks. brt ignores
-    them, and the user should know.
+    """Returns the `keys` of a config.json that are not known to be mere remarks. brt ignores them,
+    and the user should know that.
     """
     return [
         name

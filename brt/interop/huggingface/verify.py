@@ -28,8 +28,8 @@ def transformers_output(
 
     Args:
       kind: the name of transformers' class.
-      adapter: the directory of an adapter to add, which transformers itself adds if it is that of
-        the checkpoint; None for none.
+      adapter: the directory of an adapter to add, or None. If it is `directory`, transformers adds
+        the adapter when it reads the model.
       options: further arguments of the model.
     """
     needed = ("torch", "transformers", *(["peft"] if adapter else []))

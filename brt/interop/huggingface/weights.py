@@ -49,7 +49,7 @@ def kernels(leaf: jax.ShapeDtypeStruct, names: list[str], inputs: int, stacked: 
 
 
 def shapes(initial: Callable[[], Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of the parameters that a function returns."""
+    """Returns the shapes and dtypes, by path, of the parameters that `initial` returns."""
     return flatten_dict(dict(nn.meta.unbox(jax.eval_shape(initial))), sep="/")
 
 
@@ -58,7 +58,7 @@ def import_arrays(
 ) -> tuple[dict[str, jax.Array], dict[str, np.ndarray]]:
     """Returns float32 parameters from the arrays of a checkpoint, and the arrays that are left.
 
-    The result lacks those parameters whose arrays the checkpoint lacks, which must be `optional`.
+    `optional` names parameters that the result lacks if the checkpoint lacks their arrays.
     Raises CheckpointError if another array is missing, or if an array has another shape.
     """
     unused, params, missing = dict(arrays), dict[str, jax.Array](), []

@@ -30,7 +30,7 @@ SUMS, NORM, UPDATE = range(3)  # The phases.
 _SUBLANES = 8
 _CHUNK = 16 * _SUBLANES * LANES  # The kernel computes at most this many numbers at a time.
 _MOST_ROWS = 128  # of a tile
-# The largest and the smallest tile, in bytes. Smaller tiles take less time than a step of the grid.
+# The largest and the smallest tile, in bytes. Smaller tiles take less time than a step's start.
 _LARGEST, _SMALLEST = 2**20, 2**17
 
 
@@ -175,7 +175,7 @@ def _spec(tiles: Tiles, width: int, *phases: int) -> pl.BlockSpec:
 
     In the other phases, the spec names the tile with which the next of these phases begins, or the
     last tile if there is none, so that no tile is read or written in vain. `width` is the number of
-    columns of the array: B, or K if the array is stored as [A H, K]; a tile has R H of these rows.
+    columns of the array: B, or K if the array is stored as [A H, K]; a tile then has R H rows.
     """
     rows = tiles.tile * tiles.columns // width
 
@@ -225,7 +225,7 @@ def kernel(
       gradient, parameter: a tile [R, B], or [R H, K] with heads.
       momentum: a tile [R, B].
       rows, columns: the layer's means of squared gradients of each row [T, R] and column [1, B].
-      squares: [1, 128], the result for the sum of the layer's squared gradients, 128 times.
+      squares: [1, 128], an output: the sum of the layer's squared gradients, 128 times.
       factor: as in `api.adafactor`.
     """
     layer, phase, tile = (pl.program_id(axis) for axis in range(3))
@@ -259,9 +259,7 @@ def kernel(
 def _add_squares(
     gradient: Any, parameter: Any, held: Scratch, scale: Array, tile: Array, tiles: Tiles
 ) -> None:
-    """Adds the squares of a tile's gradients and parameters to the sums, and keeps the tile of a
-    resident layer.
-    """
+    """Adds squared gradients and parameters to sums; keeps the tile of a resident layer."""
 
     @pl.when(tile == 0)
     def _start() -> None:
@@ -306,7 +304,7 @@ def _new_moments(
 def _add_squared_updates(
     gradient: Any, momentum: Any, held: Scratch, scale: Array, tile: Array, tiles: Tiles
 ) -> None:
-    """Adds the squares of a tile's updates, without the factors of columns, to the sums."""
+    """Adds squared updates, without column factors, to sums; keeps momentum of a resident layer."""
     factor = _row_factors(held, tile, tiles)
     for at in _chunks(tiles):
         update = _gradient(gradient, held, scale, tile, at, tiles) * factor
@@ -368,5 +366,5 @@ def _row_factors(held: Scratch, tile: Array, tiles: Tiles) -> Float[Array, "R 1"
 
 
 def _over_registers(x: Float[Array, "R C"]) -> Float[Array, "8 C"]:
-    """Returns the sum of every eighth row, which adds up vector registers."""
+    """Returns sums of rows with the same index modulo 8, which add up whole vector registers."""
     return jnp.sum(x.reshape(-1, _SUBLANES, x.shape[1]), axis=0)

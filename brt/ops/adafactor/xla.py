@@ -33,7 +33,7 @@ class Updated(NamedTuple):
 
     parameter: Float[Array, "L A ..."]
     moments: Moments
-    # The sum of the squared gradients of each matrix, after their division.
+    # The sum of the squared gradients of each matrix, after their division by `divisor`.
     squares: Float[Array, " L"]
 
 

@@ -38,8 +38,8 @@ _DTYPES = ("bfloat16", "float16")
 # The kernels are cut for this compute capability (H100, H200). Other GPUs have less shared memory
 # or other matrix units, so the kernels refuse them.
 _CAPABILITY = "9.0"
-# The bytes of shared memory of a multiprocessor, and those of a program besides its buffers, for
-# barriers and what the GPU reserves. Every buffer begins at a multiple of _ALIGNMENT bytes.
+# A multiprocessor has _SHARED bytes of shared memory. Besides its buffers, a program takes _BESIDES
+# bytes for barriers and what the GPU reserves. A buffer begins at a multiple of _ALIGNMENT bytes.
 _SHARED, _BESIDES, _ALIGNMENT = 233472, 1280, 1024
 # If the bias depends on the distance, a program of the kernel for its gradient sums over at most
 # this many query tiles, so that several programs share the work of a long segment.
@@ -48,14 +48,14 @@ _MOST_TILES_PER_PROGRAM = 32
 
 @functools.cache
 def _modules() -> tuple[ModuleType, ModuleType]:
-    """Imports the kernels and their building blocks, which need a jax that has Mosaic GPU."""
+    """Returns `gpu_kernels` and `gpu_tiles`, whose import needs a jax that has Mosaic GPU."""
     from brt.ops.attention import gpu_kernels, gpu_tiles
 
     return gpu_kernels, gpu_tiles
 
 
 def refusal(x: Array, queries: int, keys: int) -> str | None:
-    """Returns why the kernels do not support the heads of x or these numbers, or cannot run."""
+    """Returns why the kernels cannot run with these inputs or on this GPU, or None if they can."""
     if queries % TILE or keys % TILE:
         return f"takes a multiple of {TILE} queries and of {TILE} keys, not {queries} and {keys}"
     if reason := heads_refusal(x, _HEAD_DIMS, _DTYPES):
@@ -101,9 +101,9 @@ def attend(
       spans: the first key that each query sees, and the key after the last one.
       cached: keys and values before `keys` and `values`.
       scale: if it is given, queries and keys are normalized, and queries multiplied by it.
-      whole_tiles: True if the spans need not be applied to logits, because they begin and end at
-        tiles or the bias hides the other keys.
-      bias: see `KernelInputs`, like `factors` and `draws`.
+      whole_tiles: True if the spans need not be applied to logits, because they consist of whole
+        tiles, or because the bias or the mask hides the other keys.
+      bias, factors, draws: see `KernelInputs`.
       by_distance: True if the bias is a strip of tiles by distance.
       learned: True if the bias has a gradient.
       mask: True where a query sees a key of its span.
@@ -134,8 +134,8 @@ def attend(
 
 
 def _norms(vectors: list[Array], scale: Float[Array, " G"]) -> Float[Array, "B G 2 S"]:
-    """Returns the two numbers of each vector in `KernelInputs`."""
-    # The kernels compute the gradients of queries and keys with those of their norms.
+    """Returns `query_norms` or `key_norms` of `KernelInputs`; for keys, the scale is 1."""
+    # The kernels' gradients of queries and keys already include what comes through the norms.
     inverses = jax.lax.stop_gradient(jnp.concatenate([inverse_norm(x) for x in vectors], axis=1))
     return jnp.stack([inverses * scale[None, None], jnp.square(inverses)], axis=1).transpose(
         0, 3, 1, 2
@@ -152,7 +152,7 @@ def mask_spans(mask: Bool[Array, "B #T S"]) -> Int[Array, "B 2 #T"]:
 def _tile_ranges(
     spans: Int[Array, "B 2 T"], count: int
 ) -> tuple[Int[Array, "B I 2"], Int[Array, "B J 2"]]:
-    """Returns, for J = `count` tiles of keys, the two ranges of tiles of `KernelInputs`."""
+    """Returns `key_tiles` and `query_tiles` of `KernelInputs` for J = `count` tiles of keys."""
     begin = TILE * jnp.arange(count, dtype=jnp.int32)[None, None, :, None]
     first, end = (spans[:, n].reshape(len(spans), -1, 1, TILE) for n in (0, 1))
     visits = jnp.any((first < begin + TILE) & (end > jnp.maximum(first, begin)), axis=3)
@@ -218,7 +218,7 @@ def _backward(
         return [summed_over_groups(x, groups, axis=2) for x in found]
 
     d_k, d_v = of_keys(inputs.keys, inputs.cached_tiles)
-    # XLA leaves this out where the cache has no gradient.
+    # XLA removes this call if nothing reads the gradient of the cache.
     cached = (None, None) if inputs.cached_keys is None else of_keys(inputs.cached_keys, 0)
     no_gradients = KernelInputs(*(None for _ in inputs))
     d_bias = _bias_gradient(inputs, settings) if settings.learned else None
@@ -254,7 +254,7 @@ def _like(x: Array) -> jax.ShapeDtypeStruct:
 
 
 def _transposed_tiles(x: Float[Array, "A X Y"]) -> Float[Array, "A X Y"]:
-    """Returns x with every tile transposed at its place."""
+    """Returns x with every tile transposed, and the order of the tiles unchanged."""
     count, rows, columns = x.shape
     tiles = x.reshape(count, rows // TILE, TILE, columns // TILE, TILE)
     return tiles.swapaxes(2, 4).reshape(x.shape)
@@ -270,7 +270,7 @@ def _call(
     *,
     transposed: bool = False,
 ) -> list[Array]:
-    """Allocates shared memory and runs a kernel.
+    """Runs a kernel with shared memory for tiles of its inputs, and returns its outputs.
 
     The grid is (rows of the batch or groups, heads, tiles). Tiles of the inputs `resident` stay in
     shared memory for the whole program, and those of other inputs are copied in each step.
@@ -291,8 +291,8 @@ def _call(
     def arrivals(names: Sequence[str]) -> int:
         return sum(parts if name in vectors else 1 for name in names)
 
-    # The more slots, the more copies are under way during computations, but two programs that share
-    # a multiprocessor hide more.
+    # With more slots, more copies are under way during computations. Two programs that share a
+    # multiprocessor hide more of the copies, so they are preferred to a second slot.
     def preference(slots: int) -> tuple[int, int]:
         sizes = [tile_bytes(name) * (slots if name in ring else 1) for name in tiled]
         used = _BESIDES + sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)

@@ -51,8 +51,8 @@ class KernelSettings(NamedTuple):
 class KernelInputs(NamedTuple):
     """References to the inputs of a kernel in global memory; an unused input is None.
 
-    In the kernel that computes gradients of keys, the tiles of `bias`, `mask` and `factors` are
-    transposed, each at its place.
+    In the kernel that computes gradients of keys, each tile of `bias`, `mask` and `factors` is
+    transposed, and the order of the tiles is unchanged.
     """
 
     q: Any  # The queries [B, T, H, K].
@@ -60,13 +60,13 @@ class KernelInputs(NamedTuple):
     values: Any  # The values [B, S, G, K].
     key_tiles: Any  # The first key tile that a query tile visits, and the end, int32 [B, I, 2].
     query_tiles: Any  # The first query tile that visits a key tile, and the end, int32 [B, J, 2].
-    # Keys and values [B, C, G, K] before those of `keys` and `values`, so that S is C and their
-    # number. Both have their tiles in the buffers of `keys` and `values`.
+    # The first C of the S keys and values, [B, C, G, K]; `keys` and `values` then have the others.
+    # The tiles of both are copied to the buffers of `keys` and `values`.
     cached_keys: Any = None
     cached_values: Any = None
-    # Two numbers for each query [B, H, 2, T]: the factor of its logits that normalizes it and
-    # multiplies it by the head's scale, and the squared inverse of its norm. Of keys [B, G, 2, S],
-    # the inverse of the norm and its square.
+    # Two numbers for each query q [B, H, 2, T]: the scale of its head divided by |q|, a factor of
+    # its logits; and 1 / |q|^2. For each key k [B, G, 2, S], 1 / |k|, also a factor of its logits,
+    # and 1 / |k|^2.
     query_norms: Any = None
     key_norms: Any = None
     # Added to the logits, float32 [H, T, S], or [H, TILE, X] for X / TILE distances of tiles.

@@ -71,9 +71,9 @@ class Program(NamedTuple):
         step: Callable[["TilePair", Any], Any],
         carry: Any = (),
     ) -> Any:
-        """Returns the final carry of `carry = step(pair, carry)` for the pairs of all steps.
+        """Returns the final carry of `carry = step(pair, carry)` for the pairs of `count` steps.
 
-        `pair_of_step` returns the pair of step n from n and the slot of its tiles.
+        `pair_of_step(n, slot)` returns the pair of step n, whose tiles are in this slot.
         """
 
         def copy(n: Any, slot: Any, barrier: Any) -> None:
@@ -97,7 +97,7 @@ class TilePair(NamedTuple):
     slot: Any = 0
 
     def place(self, name: str) -> tuple[Any, Any, Any]:
-        """Returns the index on the first axis of `bias`, `mask` or `factors`, and the tile."""
+        """Returns the first index, row and column of the pair's tile of bias, mask or factors."""
         x = getattr(self.program.inputs, name)
         if name == "factors":
             period = x.shape[1] // TILE
@@ -153,20 +153,20 @@ class TilePair(NamedTuple):
         return getattr(self.program.inputs, name) is not None
 
     def product(self, of_queries: str, of_keys: str) -> Float[Array, "R C"]:
-        """Returns the dot products of the vectors of two inputs, in the order of the logits."""
+        """Returns the dot products of vectors of two inputs, with the axes of the logits."""
         pair = self.tile(of_queries), self.tile(of_keys)
         return tile_product(*(reversed(pair) if self.program.transposed else pair))
 
     def by_query(self, name: str, number: int) -> Array:
-        """Returns, in the shape of the logits, one number of each query.
+        """Returns one of two numbers of each query, broadcast to the shape of the logits.
 
-        The input `name`, such as "spans", has two numbers of each query, with `number` = 0 and 1.
+        `name` is an input with two numbers for each query, such as "spans"; `number` is 0 or 1.
         """
         read = read_by_column if self.program.transposed else read_by_row
         return read(self.tile(name).at[number])
 
     def by_key(self, name: str, number: int) -> Array:
-        """Returns, in the shape of the logits, one of two numbers of each key."""
+        """Returns one of two numbers of each key, broadcast to the shape of the logits."""
         read = read_by_row if self.program.transposed else read_by_column
         return read(self.tile(name).at[number])
 
@@ -198,7 +198,7 @@ class TilePair(NamedTuple):
         return weights
 
     def d_logits(self, use_weights: Callable[[Array], None] | None = None) -> Float[Array, "R C"]:
-        """Returns the gradient of the logits, after a call of `use_weights` with the weights."""
+        """Returns the gradient of logits; `use_weights` gets the weights after dropout."""
         weights = jnp.exp2(LOG2E * (self.logits() - self.by_query("sums", 0)))
         if use_weights is not None:
             use_weights(self.drop(weights))
@@ -254,12 +254,12 @@ def attention_forward(program: Program, y: Any, lse: Any) -> None:
 def _normalized_gradient(
     vectors: Any, norms: Any, sums: Float[Array, "R P"]
 ) -> tuple[Float[Array, "R P"], Float[Array, " R"]]:
-    """Returns the gradient of vectors that are normalized, and the sums' products with them.
+    """Returns the gradient of the vectors, and the dot product of each with its row of `sums`.
 
     Args:
-      vectors: the vectors, in one part, in shared memory.
-      norms: the two numbers of each vector in `KernelInputs`.
-      sums: the gradient of the normalized vectors, without the factor norms[0].
+      vectors: the vectors before normalization, in one part, in shared memory.
+      norms: `query_norms` or `key_norms` of these vectors (see `KernelInputs`).
+      sums: the gradient of norms[0] times the vectors.
     """
     x, width = vectors[...].astype(jnp.float32), sums.shape[1]
     along = jnp.sum(x * sums, axis=1)
@@ -269,8 +269,8 @@ def _normalized_gradient(
 
 
 def attention_queries(program: Program, d_q: Any, d_factors: Any = None) -> None:
-    """Writes a tile of d_q [B, T, H, K], the gradient of the queries, and of d_factors [B, H, I,
-    TILE], that of the factors that normalize the queries.
+    """Writes a tile of the gradients of the queries, d_q [B, T, H, K], and, if queries are
+    normalized, of the factors that normalize them, d_factors [B, H, I, TILE].
     """
     lane, head, i = program_place()
     begin, end = _range(program.inputs.key_tiles, lane, i)
@@ -302,13 +302,13 @@ def attention_queries(program: Program, d_q: Any, d_factors: Any = None) -> None
 
 
 def attention_keys(program: Program, d_keys: Any, d_values: Any, *, first: int) -> None:
-    """Writes some columns of a tile of d_keys and d_values, for one head of queries.
+    """Writes one part of the columns of a tile of d_keys and d_values, for one head of queries.
 
-    These have a head for each head of queries, and begin with the tile `first` of the S keys.
+    Both arrays have as many heads as the queries, and begin with tile `first` of the S keys.
 
-    If a head is wide, both gradients do not fit into the registers of one program. A program
-    therefore computes only one part of the columns; its index along the grid's last axis says which
-    tile and which part.
+    If a head is wide, not all columns fit into the registers of one program. A program therefore
+    computes only one part of the columns; its index along the grid's last axis says which tile and
+    which part.
     """
     lane, head, index = program_place()
     keys, values = program.buffers["keys"], program.buffers["values"]
@@ -343,12 +343,11 @@ def attention_keys(program: Program, d_keys: Any, d_values: Any, *, first: int) 
 
 
 def attention_bias(program: Program, d_bias: Any, *, steps: int) -> None:
-    """Writes a part of the gradient of one tile of the bias, to d_bias of N groups [N, H, ...].
+    """Writes the gradient of one tile of the bias, summed over a group of `steps` pairs of a query
+    tile and a key tile that read it, to d_bias [N, H, ...] (N groups).
 
-    The gradient is the sum of the gradients of the logits of all pairs of tiles that read the tile.
-    A program adds up `steps` of them, and the caller adds up the groups. If the bias depends on the
-    distance, the pairs of a group are those of consecutive query tiles of a row of the batch. Else
-    there is one group, and the pairs are those of the rows of the batch.
+    The caller adds up the groups. If the bias depends on the distance, a group has the pairs of
+    consecutive query tiles of a row of the batch. Else the only group has a pair per row.
     """
     group, head, index = program_place()
     rows, columns = (x.shape[1] // TILE for x in (program.inputs.q, program.inputs.keys))

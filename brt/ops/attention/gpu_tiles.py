@@ -119,8 +119,8 @@ def write_vectors(
 ) -> None:
     """Writes consecutive parts of a tile's columns to an array [B, T, H, K] in global memory.
 
-    They are first written to the shared memory `through`, because TMA copies only from there. The
-    first of them has the index `first` among all parts of a vector.
+    The parts are first written to the shared memory `through`, because TMA copies only from there.
+    `first` is the index of the first of them among all parts of a vector.
     """
     lane, tile, head = place
     width = through.shape[2]
@@ -242,7 +242,7 @@ def read_by_column(ref: Any) -> Shaped[Array, "R C"]:
 
 
 def tile_places(axis: int) -> Int[Array, "R C"]:
-    """Returns a tile whose entries are their own indices on an axis."""
+    """Returns a tile in which each entry is its own index on `axis`."""
     return broadcasted_iota(jnp.int32, (TILE, TILE), axis, layout=Layout.WGMMA)
 
 

@@ -19,31 +19,32 @@ from brt.ops.softmax import FLOOR
 from brt.ops.tpu import LANES, head_refusal, vmem_budget, vmem_refusal
 
 Interpret = bool | pltpu.InterpretParams
-# A call without a window reads at most so many keys: the first of these numbers with which the
+# A call without a window reads at most as many keys as the first of these numbers with which the
 # logits of a sub-tile and all keys fit into VMEM.
 _MOST_KEYS = 8192, 4096, 2048, 1024
-_TILES = 1024, 512, 256, 128  # the numbers of queries of a step or of a forward sub-tile
-# A call of the backward kernel has at least so many rows of the batch, if there is room for them.
+_TILES = 1024, 512, 256, 128  # possible numbers of queries of a step or a forward sub-tile
+# A call of the backward kernel has at least this many rows of the batch, if there is room for them.
 _LEAST_ROWS = 8
-# A sub-tile of the backward kernel has at most so many queries, and at most so many logits unless
-# 128 queries have more. With these numbers, the compiler's schedules are shortest.
+# A sub-tile of the backward kernel has at most _ROWS queries, and at most _LOGITS logits unless 128
+# queries have more. With these numbers, the compiler's schedules are shortest.
 _ROWS = 256
 _LOGITS = 1024 * _ROWS
-_FORWARD_LOGITS = 1024 * 1024  # A sub-tile of the forward kernel has at most so many logits.
-_ARRAYS = 5  # The kernels need VMEM for so many float32 arrays of a sub-tile's logits.
+_FORWARD_LOGITS = 1024 * 1024  # A sub-tile of the forward kernel has at most this many logits.
+_ARRAYS = 5  # The kernels need VMEM for this many float32 arrays of a sub-tile's logits.
 
 
 def heads_together(heads: int, width: int) -> int:
-    """Returns the number of heads of a step: as many as fill the 128 lanes of a register."""
+    """Returns the heads of a step: as many as fill 128 lanes, or 1 if `heads` is no multiple."""
     count = max(LANES // width, 1)
     return count if heads % count == 0 else 1
 
 
 class SlabSizes:
-    """The sizes of attention to whole slabs on one device, and what it needs in VMEM.
+    """The sizes of attention to whole slabs on one device, and the VMEM that it needs.
 
     A slab has S keys, of which a call has at most `max_keys`, a multiple of 128. The attribute
-    `keys` is the number of keys of a call.
+    `keys` is the number of keys of a call. A step of the grid has `together` heads. `own_masks` is
+    True if each query has a mask of its own.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class SlabSizes:
         return blocks + 4 * self.biases * tile + masks + sums + logits
 
     def kept_rows(self, tile: int, batch: int) -> int:
-        """Returns the number of rows of the batch whose sums have room in VMEM.
+        """Returns for how many rows of the batch VMEM has room for sums of gradients.
 
-        It is less than 1 if a tile of this size does not fit.
+        The number is less than 1 if a tile of `tile` queries does not fit.
         """
         if tile == self.queries:
             return batch if self.taken(tile, 1) <= vmem_budget() else 0
@@ -97,8 +98,8 @@ class SlabSizes:
     def tile(self, batch: int) -> int:
         """Returns the number of queries of a step: the largest that leaves enough room in VMEM.
 
-        The sums of the batch, or of `_LEAST_ROWS` of its rows, need room. If there is too little
-        for any tile, the smallest is taken.
+        It must leave room for the sums of gradients of `_LEAST_ROWS` rows, or of all if the batch
+        has fewer. If no tile does, the smallest one is taken.
         """
         tiles = [n for n in _TILES if self.queries % n == 0] or [self.queries]
         enough = (n for n in tiles if self.kept_rows(n, batch) >= min(batch, _LEAST_ROWS))
@@ -109,7 +110,7 @@ def slab_sizes(
     queries: Float[Array, "*B Q H K"], keys: Float[Array, "*B S G K"], *, biased: bool = False,
     own_masks: bool = False,
 ) -> SlabSizes:  # fmt: skip
-    """Returns the sizes with as many keys in a call as fit into VMEM, or with the fewest."""
+    """Returns the sizes with the most keys in a call that fit into VMEM, or else the fewest."""
     (tokens, heads, width), itemsize = queries.shape[-3:], queries.dtype.itemsize
     together = heads_together(heads, width) if keys.shape[-2] == heads else 1
     tried = [
@@ -153,9 +154,9 @@ def attend_to_slab(
 
     Args:
       queries: the T queries of a row are those of X / B blocks, of Q queries each.
-      bias: for one block only.
+      bias: allowed only if each row is a single block, so that T = Q.
       mask: True for the keys that a query sees.
-      spans: in the place of a mask, the first key that each query sees, and the one after the last.
+      spans: instead of a mask, the first key that each query sees, and the one after the last.
       words: what `dropout_hash.draw_words` returns, for dropout with `rate`.
       scale: if given, the norm to which the queries of each head are scaled.
     """
@@ -204,6 +205,6 @@ def _of_some_keys(mask: Array | None, keys: slice) -> Array | None:
 
 def _merged(parts: list[AttentionPart], dtype: Any) -> AttentionPart:
     whole = merge_parts(parts)
-    # Each part of a query that sees no key has FLOOR, and the sum of several would be more.
+    # A query that sees no key has FLOOR in every part; the merged number would be greater.
     seen = functools.reduce(jnp.logical_or, [part.lse > FLOOR for part in parts])
     return AttentionPart(whole.output.astype(dtype), jnp.where(seen, whole.lse, FLOOR))

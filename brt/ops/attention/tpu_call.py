@@ -4,8 +4,8 @@ The grid is (group of heads, tile of queries, row of the batch, block). A step a
 of queries to a slab of keys. With a window, the slab is the block of W queries and the block before
 it, a sub-tile of r queries reads W + r keys of the slab, and the bias of all sub-tiles is one array
 [W + r, r], because it depends only on the distance of query and key. Without a window, a step has
-all keys of its row or block. The rows of the batch are inside of the tiles, so that a tile of the
-bias is read once for all rows, and its gradient is added up in VMEM and written once.
+all keys of its row or block. The grid visits all rows of the batch for one tile of queries before
+the next tile, so a tile of the bias is read once, and its gradient is added up in VMEM.
 
 The backward pass recomputes the weights from the log-sum-exp, and goes through the blocks of a
 segment from the last to the first, because the keys of a block receive gradients from the queries
@@ -39,8 +39,8 @@ from brt.ops.tpu import LANES, l2_normalize_rows_backward, parallel_heads, token
 
 
 class SlabArguments(NamedTuple):
-    """The arrays of a call; queries and keys have heads before tokens, [B, H, T, K], or are merged
-    to [B, T, HK], so that the kernel reads heads where the projections wrote them.
+    """The arrays of a call. Queries and keys have heads before tokens, [B, H, T, K], or merged
+    heads, [B, T, HK], which the kernel reads where the projections wrote them.
     """
 
     q: Float[Array, "B H T K"] | Float[Array, "B T HK"]
@@ -55,7 +55,7 @@ class SlabArguments(NamedTuple):
     first: Int[Array, "B D"] | None = None  # `Slab.first`; for windows only
 
     def grid(self, s: SlabSettings) -> tuple[int, int, int, int]:
-        """The numbers of groups of heads, tiles of queries, rows, and blocks with own keys."""
+        """The numbers of head groups, tiles of queries, rows, and blocks with keys of their own."""
         # The cores of a chip divide the first axis of the grid among themselves. This axis is the
         # heads, so that all steps that add to the gradients of a head's bias run on one core.
         heads = self.q.shape[1] if self.q.ndim == 4 else self.q.shape[2] // s.wide
@@ -64,7 +64,7 @@ class SlabArguments(NamedTuple):
         return heads, steps // blocks, len(self.q), blocks
 
     def numbers(self, s: SlabSettings) -> tuple[int, ...]:
-        """The shape of one number for each query and head: [B, groups of heads, G, T]."""
+        """The shape for a number per query and head: [B, groups of heads, heads of a group, T]."""
         heads, tiles, batch, blocks = self.grid(s)
         return batch, heads, s.together, tiles * blocks * s.queries
 
@@ -109,7 +109,7 @@ def _backward(
         products = products.reshape(*y.shape[:2], -1, s.width).swapaxes(1, 2)
     delta = (jnp.sum(products, axis=-1) - d_lse).reshape(lse.shape)
     inputs = _inputs(arguments)._replace(gradient=gradient, lse=lse, delta=delta)
-    # A call has as many rows of the batch as sums of their gradients fit into VMEM.
+    # A call has as many rows of the batch as VMEM has room for sums of their gradients.
     rows = [slice(i, i + s.kept_rows) for i in range(0, len(y), s.kept_rows)]
     parts = [_call_backward(*_some_rows(arguments, inputs, each), s) for each in rows]
     results = parts[0]
@@ -142,7 +142,7 @@ attend.defvjp(_forward, _backward)
 def _some_rows(
     arguments: SlabArguments, inputs: SlabInputs, rows: slice
 ) -> tuple[SlabArguments, SlabInputs]:
-    """Returns the arguments of some rows of the batch, each of which has one slab."""
+    """Returns the arguments and inputs of some rows of the batch, which have one slab each."""
     if rows.start == 0 and rows.stop >= len(arguments.q):
         return arguments, inputs
     shared = {"bias": None, "scale": None}
@@ -202,7 +202,7 @@ def _inputs(arguments: SlabArguments) -> SlabInputs:
 def _whole(
     x: Array, arguments: SlabArguments, s: SlabSettings, *, last_tile: bool = False
 ) -> pl.BlockSpec:
-    """Returns the spec of a complete slab x of keys or values; if `last_tile`, of its gradient,
+    """Returns the block spec of a whole slab x of keys or values; if `last_tile`, of its gradient,
     which the step of the last tile of queries writes.
     """
     heads, tiles, _, blocks = arguments.grid(s)

@@ -30,13 +30,13 @@ from brt.ops.tpu import (
     l2_normalize_rows_backward,
 )
 
-# This number is added to the logits of hidden keys. It is so large that the sum of two such numbers
-# is still finite, and that adding a logit does not change it.
+# This number is added to the logits of hidden keys. Twice this number is still finite, and adding a
+# logit to the number does not change it.
 HIDDEN = -1e30
 # The maximum of a query's logits is raised to this number, which is far above HIDDEN and far below
 # all logits, so that the weights of a query that sees no key are zero.
 _LOWEST = -1e29
-# At most this many weights of sub-tiles are computed before the first sum of values.
+# At most this many weights of sub-tiles are computed before they are multiplied by the values.
 _MOST_WEIGHTS = 1024 * 1024
 
 
@@ -62,7 +62,7 @@ class SlabSettings(NamedTuple):
     normalizes_keys: bool = False  # to length 1
     learns_bias: bool = True  # False if the bias only hides keys and has no gradient
     rate: float = 0.0  # the rate of dropout
-    kept_rows: int = 1  # the rows of the batch whose gradients of keys have room in VMEM
+    kept_rows: int = 1  # for how many rows of the batch VMEM has room for gradients
     # The hash of dropout depends on the position of a key among the keys of all calls.
     first_key: int = 0  # the index of the first key of the call
     all_keys: int = 0  # the number of keys of all calls
@@ -99,14 +99,14 @@ class SlabInputs(NamedTuple):
 
     q: Any  # [R, P]
     # Keys and values are the slab [L, P], or three blocks [W, P] of a window: the cached block,
-    # which is the block before the segment's first; the block before; and the queries' own block.
+    # which precedes the segment; the block before that of the queries; and that of the queries.
     keys: tuple[Any, ...]
     values: tuple[Any, ...]
     # The bias, float32: [G, L, R], or for windows [G, W + r, r], which all sub-tiles share and
     # which hides the keys outside of the window.
     bias: Any = None
-    # The keys that are seen: by all queries, float32 [1, L], zero for hidden keys; by each query,
-    # int8 [L, R]; or from the first to before the end of each query's span, int32 [2, R].
+    # The keys that are seen: for all queries, float32 [1, L], zero for hidden keys; or, for each
+    # query, int8 [L, R], zero for hidden keys, or int32 [2, R], its first key and its last plus 1.
     mask: Any = None
     # The two words with which dropout of a query's weights is hashed (`dropout_hash.draw_words`),
     # int32 [2, R]; or for windows the mask of a block, packed by `dropout_bits`, uint32 [_, W].
@@ -120,7 +120,7 @@ class SlabInputs(NamedTuple):
     delta: Any = None
 
     def query(self, head: int, rows: slice, s: SlabSettings) -> tuple[Array, Array | None]:
-        """Returns a sub-tile's queries, and 1 / |q| for each if they are normalized."""
+        """Returns a sub-tile's queries, and 1 / |q| of each if they are normalized, else None."""
         x = s.only(head, self.q[rows])
         if self.scale is None:
             return x, None
@@ -156,8 +156,8 @@ class SlabGradients(NamedTuple):
     # windows those of the queries' own block [W, P].
     keys: Any
     values: Any
-    # The gradients of a window's cached block. Those of keys are of the normalized keys if the
-    # kernel normalizes keys.
+    # The gradients of a window's cached block. If the kernel normalizes keys, `cached_keys` is the
+    # gradient of the normalized keys.
     cached_keys: Any
     cached_values: Any
     # The gradients of bias and scale are float32 sums over all steps that read the same block.
@@ -171,9 +171,9 @@ class Slab(NamedTuple):
     keys: Float[Array, "L P"]
     values: Float[Array, "L P"]
     inverse: Float[Array, "L 1"] | None  # 1 / |k| of each key; None if keys are not normalized
-    hidden: Float[Array, "L r"] | None  # what hides keys from all queries, or None
-    # For each row of the batch and part of the segment, the position of the first token of its
-    # document; cached tokens have negative positions.
+    hidden: Float[Array, "L r"] | None  # added to logits: 0, or HIDDEN for masked keys
+    # For each row of the batch and part of the segment, the position of the first token of the
+    # part's document; cached tokens have negative positions.
     first: Any
     n: Array  # the index of the block in the segment
 
@@ -256,7 +256,7 @@ def forward_kernel(
         return found
 
     # The softmax of a sub-tile can be computed while the matrix units compute the logits of the
-    # next one, if no sum of values stands between them.
+    # next one, if the program has no product with the values between them.
     tiles = s.sub_tiles(s.forward_rows)
     span = (s.window + s.forward_rows) if s.window else slab.keys.shape[0]
     size = max(_MOST_WEIGHTS // (span * s.forward_rows * s.together), 1)
@@ -343,7 +343,8 @@ def _add_head(
 ) -> Array:  # fmt: skip
     """Adds the contributions of a head's sub-tile to the gradients of keys, values, bias and scale.
 
-    Returns the gradient of the queries, [r, K], or transposed if there are `columns`.
+    Returns the gradient of the queries: [r, K], or [K, r] if `columns`, the transposed keys of the
+    slab, are given.
     """
     (q, inverse), d_out = inputs.query(head, tile.rows, s), s.only(head, inputs.gradient[tile.rows])
     if s.rate:

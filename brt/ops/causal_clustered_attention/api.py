@@ -1,8 +1,8 @@
 """Causal clustered attention for decoders, with a memory of constant size.
 
-Clusters of queries and their centroids (Fast Transformers with Clustered Attention, section 3)
-depend on the complete sequence. Here, centroids are parameters and a query chooses its own. One
-softmax over all earlier tokens is merged from four parts:
+In non-causal clustered attention (`brt.ops.clustered_attention`), clusters and their centroids
+depend on the complete sequence. Here, centroids are parameters, and each query chooses one of them.
+One softmax over all earlier tokens is merged from four parts:
 
   window: the W keys that a sliding-window layer reads, exactly.
   nearby: keys of the previous block that have left the window, exactly.
@@ -13,8 +13,8 @@ softmax over all earlier tokens is merged from four parts:
     over queries q around a centroid c with variance var is about exp(c.k + var |k|^2 / 2).
 
 The memory, of constant size C (R + 1) per head, has the best keys of each centroid and one vector
-for the rest. If centroids were means of earlier queries, they would move from block to block, and a
-summary for a moved centroid must be computed again from all keys.
+for the rest. If centroids were means of earlier queries, they would move from block to block, and
+the summary of a moved centroid would have to be computed again from all keys.
 
 In shapes, a segment has T tokens in N blocks of W tokens, and Z = T + W counts the keys of the
 cached block and the segment. C is the number of centroids of a head, R of keys that each keeps.
@@ -76,7 +76,7 @@ def memory_scan(
       cache_mask: False where block n begins a new document and reads an empty memory.
       past: the memory that the first block of the segment reads.
     """
-    # Kernels have no form of their own for the update of the memory.
+    # No kernel updates the memory, so plain XLA does it for all implementations but the reference.
     scan = reference.memory_scan if implementation == "reference" else xla.memory_scan
     with jax.named_scope(OP.name):
         return scan(keys, values, cache_mask, past, centroids)
@@ -121,7 +121,7 @@ def causal_clustered_attention_step(
     *,
     attend_to_self: bool = True,
 ) -> Float[Array, "B 1 H K"]:
-    """Computes `causal_clustered_attention` of a single token, for decoding.
+    """Returns `causal_clustered_attention` of a single token, for decoding.
 
     Args:
       keys, values: of the complete block before the token's block.

@@ -78,7 +78,7 @@ def nearest_centroids(
 
 
 def empty_memory_unless(memory: CentroidMemory, keep: Bool[Array, " B"]) -> CentroidMemory:
-    """Empties the memory in the rows of the batch where `keep` is False or no slot is filled.
+    """Returns the memory, emptied in the rows of the batch where `keep` is False or `filled` is 0.
 
     In an emptied row, all keys and values are zeros, and the log-sum-exps are so small that `rest`
     has no weight.
@@ -151,7 +151,7 @@ def _take_old_or_new(
     new: Float[Array, "B H W K"],
     indices: Int[Array, "B H C R"],
 ) -> Float[Array, "B H C R K"]:
-    """Returns vectors of a list: the R of each centroid, then the W that all centroids share."""
+    """Returns the vectors at `indices` of a list: a centroid's R old ones, then the W new ones."""
     slots = old.shape[3]
     old_vectors = jnp.take_along_axis(old, jnp.minimum(indices, slots - 1)[..., None], axis=3)
     new_vectors = take(new, jnp.maximum(indices - slots, 0))

@@ -2,10 +2,10 @@
 
 The attention of a token to the keys before its window has three parts. The kernel computes two, in
 which each query sees a span of consecutive keys: the keys of the previous block that have left the
-window, and the keys that the query's centroid keeps. A query is multiplied with the keys that all
-centroids keep, and those of other centroids than its own are hidden. Nothing is sorted or gathered,
+window, and the keys that the query's centroid keeps. A query is multiplied with the keys of all
+centroids, and those of other centroids than its own are masked. Nothing is sorted or gathered,
 no logits are written to memory, and no gradient of a key is scattered. Plain XLA computes the third
-part, which is one vector for each query: the sum of the query's centroid.
+part, which is one vector for each query: its centroid's attention to the remaining keys.
 
 The module `api` says what letters in shapes mean.
 """
@@ -112,7 +112,7 @@ def _attend_to_spans(
 
 
 def _own_sums(pasts: CentroidMemory, labels: Int[Array, "N B H W"]) -> AttentionPart:
-    """Returns, for each query, the sum of the values that its centroid does not keep."""
+    """Returns, for each query, its centroid's attention to the keys that it does not keep."""
     flat = labels.reshape(-1, *labels.shape[2:])
 
     def gather(x: Float[Array, "N B H C K"]) -> Float[Array, "N B H W K"]:

@@ -64,10 +64,10 @@ def _memory_of_block(
     centroids: Centroids,
     block: int,
 ) -> CentroidMemory:
-    """Returns the memory that block `block` reads, computed from the first `block` blocks.
+    """Returns the memory that block `block` of the segment reads.
 
-    The first of them is the cached block, so the block right before the reading one is not among
-    them.
+    It is computed from `past` and the first `block` blocks of `keys`. These begin with the cached
+    block, so the block right before block `block` is not among them.
     """
     blocks, slots = cache_mask.shape[1], past.keys.shape[3]
     width = keys.shape[2] // (blocks + 1)
@@ -116,7 +116,7 @@ def _attend(
     centroids: Centroids,
     bias: Float[Array, " H"],
 ) -> Float[Array, "B H W K"]:
-    """Computes one softmax over the window, keys that have left it, and the centroid's memory.
+    """Returns the output of one softmax over the window, keys that have left it, and the memory.
 
     `window` is the attention to the window. `keys` and `values` are those of the previous block,
     and `mask` is True for keys that have left the window of a query. `past` is the memory of all

@@ -99,10 +99,7 @@ def nearest_centroids(
     centroids: UInt32[Array, "B H W C"],
     active: Bool[Array, "B C"],
 ) -> Int[Array, "B H T"]:
-    """Returns the first of the active centroids (packed) with the smallest distance to each code.
-
-    Padding gets C.
-    """
+    """Returns, for each packed code, the first of the nearest active centroids; C for padding."""
     clusters = centroids.shape[-1]
     pairs = (codes[:, :, i, None] ^ centroids[:, :, i, :, None] for i in range(codes.shape[2]))
     distance = sum(jax.lax.population_count(pair).astype(jnp.int32) for pair in pairs)

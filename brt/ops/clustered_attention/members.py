@@ -26,15 +26,15 @@ class QueryTiles(NamedTuple):
 def tile_size(tokens: int, clusters: int) -> int:
     """Returns the slots of a tile: the largest power of 2 up to the mean size of a cluster.
 
-    It is at least 8 and at most 128. Fewer than `clusters` tiles of slots are empty, so with 8 or
-    more queries per cluster less than half of all slots are empty.
+    It is at least 8 and at most 128. The empty slots are fewer than the slots of `clusters` tiles,
+    so with 8 or more queries per cluster, less than half of all slots are empty.
     """
     usual = max(tokens // clusters, 1)
     return min(max(1 << (usual.bit_length() - 1), 8), 128)
 
 
 def build_tiles(labels: Int[Array, "B H T"], *, clusters: int, size: int) -> QueryTiles:
-    """Assigns queries to tiles of `size` slots, as many as suffice for clusters of any sizes."""
+    """Assigns queries to tiles of `size` slots. The tiles suffice for clusters of any sizes."""
     tokens = labels.shape[-1]
     count = min((tokens + clusters * (size - 1)) // size, tokens)
     members = member_counts(labels, clusters)

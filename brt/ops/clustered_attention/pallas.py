@@ -83,8 +83,8 @@ def _attend(
     compute them. `options` may have `interpret`, an argument of the kernels.
     """
     batch, heads, clusters, width = centroids.shape
-    # Centroids have a mask for each head, and the kernels one for each row of the batch, so heads
-    # become rows.
+    # Centroids have a mask for each head, but the kernels take one mask for each row of the batch,
+    # so heads become rows.
     by_head = jnp.broadcast_to(seen, (batch, heads, *seen.shape[2:]))
     mask = _padded(by_head, 3) if seen.shape[2] == 1 else _padded(_padded(by_head, 3), 2)
     # The TPU's kernels read heads of 64 in pairs, and a row has one head here.

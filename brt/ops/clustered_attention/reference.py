@@ -97,7 +97,7 @@ def _pair_bias(bias: Float[Array, "H O"] | None, queries: Array, keys: Array) ->
 
 
 def _rank(x: Float[Array, "B H T X"]) -> Int[Array, "B H T X"]:
-    """Returns 0 for the largest number; the first of equal numbers ranks higher."""
+    """Returns the rank of each number, 0 for the largest; equal numbers rank in their order."""
     x = jax.lax.stop_gradient(x)
     return jnp.argsort(jnp.argsort(-x, axis=-1, stable=True), axis=-1)
 

@@ -15,7 +15,7 @@ from brt.ops.clustered_attention.members import member_counts
 def mean_bias(
     row: Float[Array, "H O"], labels: Int[Array, "B H T"], clusters: int
 ) -> Float[Array, "B H C X"]:
-    """Returns the bias between a cluster and a key, the mean of its queries' biases."""
+    """Returns the bias between each cluster and key, a mean over the queries of the cluster."""
     # The product of two Fourier transforms is the transform of a circular convolution. The entries
     # of the convolution that wrap around are sliced off below.
     tokens, size = labels.shape[-1], row.shape[-1] + 1

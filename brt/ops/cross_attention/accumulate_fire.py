@@ -34,9 +34,9 @@ def fire(membrane: Float[Array, "*B K K"], threshold: Scalar) -> Float[Array, "*
 def accumulate_fire(
     inputs: Float[Array, "M B H K K"], counts: Int[Array, " B"], leak: Scalar, threshold: Scalar
 ) -> tuple[Float[Array, "M B H K K"], Scalar]:
-    """Returns the outputs R at every segment, and the fraction that is above 0.
+    """Returns the outputs R at every segment, and the fraction of them that is above 0.
 
-    The rate is over the existing segments (`counts`) of a source, averaged over sources.
+    The fraction is over the existing segments (`counts`) of a source, averaged over sources.
     """
     outputs = _accumulate_fire(inputs, leak, threshold)
     counted = jnp.arange(inputs.shape[0])[:, None] < counts[None]
@@ -71,7 +71,7 @@ def _forward(inputs: Array, leak: Array, threshold: Array) -> tuple[Array, tuple
 
 
 def _dot(a: Array, b: Array) -> Array:
-    # A product is faster on CPUs (see `recurrence.sum_segments`).
+    # On CPUs, this is faster than the sum of a * b (see `brt.ops.reductions`).
     return jnp.tensordot(a, b, axes=a.ndim, precision="highest")
 
 

@@ -94,8 +94,8 @@ def attend(
 
     Args:
       queries: already multiplied by any scale.
-      valid: False for padding, which no softmax reads; a source without valid positions gives zeros
-        unless `config.counts_padding`; then padding counts in recurrences and in means of segments.
+      valid: False for padding, which no softmax reads. A source without valid positions gives
+        zeros, unless `config.counts_padding` includes padding in recurrences and means of segments.
       t0: 0 in training. If t0 is an array, every query is multiplied with the keys of all segments,
         because its segment is not known at trace time.
       target_length: the number of target positions of the padded batch, among which

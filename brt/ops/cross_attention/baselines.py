@@ -1,7 +1,7 @@
 """Kinds of cross-attention that the paper of SRformer compares `srformer` with (see `api`).
 
-`xl_memory` follows the original code, and `local_global` the LongT5 of this code. In
-`transformer_xl` the previous segment has no gradient. In shapes, B is the number of sources, X of
+`xl_memory` follows the paper's code, and `local_global` follows LongT5 in that code. In
+`transformer_xl`, the previous segment has no gradient. In shapes, B is the number of sources, X of
 source positions, M of segments, S of positions of a segment, and A = H * K.
 """
 
@@ -25,7 +25,7 @@ class RnnWeights(NamedTuple):
 
 
 def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H K"]:
-    """Returns the state at every position; the vectors of all heads count as one."""
+    """Returns the RNN's state at every position, whose vectors concatenate all heads."""
     batch, length, heads, width = x.shape
     inputs = dense(x.reshape(batch, length, heads * width), weights.input_kernel)
     inputs = inputs + weights.bias.astype(x.dtype)[None, None]
@@ -76,7 +76,7 @@ def segment_means(
 ) -> SharedKeys:
     """Returns the means of every segment over its `counted` positions, as keys for all targets.
 
-    Segments without such positions are masked in the result.
+    Segments without counted positions are masked in the result.
     """
     numbers = jnp.maximum(jnp.sum(counted, axis=2), 1)
 

@@ -112,8 +112,8 @@ def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossConfig) -> 
     """Returns the cache with its neurons advanced to the segment that target position t reads.
 
     The function `step` also advances the neurons but does not return them, so without `advance`
-    every step does it again. t must not decrease from call to call. Only a carry changes, the state
-    of the recurrence at one position.
+    every step does it again. t must not decrease from call to call. Only the field `carry` changes;
+    without a carry, the cache stays as it is.
     """
     if cache.carry is None:
         return cache
@@ -134,7 +134,7 @@ def _advance(
 def _advance_one(
     cache: CrossCache, carry: NeuronCarry, moves: Bool[Array, " B"], config: CrossConfig
 ) -> NeuronCarry:
-    """Advances the neurons of sources where `moves` is True by one segment."""
+    """Returns the neurons, one segment further in those sources for which `moves` is True."""
     segment = carry.segment + moves
     keys, values = (_take_segments(x, segment[:, None])[:, 0] for x in (cache.keys, cache.values))
     sums = key_value_sums(keys, values, carry.parameters, config)
@@ -168,8 +168,8 @@ def step(
 ) -> Float[Array, "B N T H K"]:
     """Returns the result of `api.attend` for T target positions from t on, for all beams.
 
-    The cache, from `prefill` or `advance`, is for position t. If beams are reordered, it stays as
-    it is, because all beams of a source share it.
+    The cache comes from `prefill`, or from `advance` to a position up to t. If beams are reordered,
+    it stays as it is, because all beams of a source share it.
     """
     t = jnp.asarray(t, jnp.int32)
     batch, beams, length, heads, width = queries.shape

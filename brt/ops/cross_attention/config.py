@@ -32,7 +32,7 @@ class CrossConfig:
     # them the learned weights sigma and 1 - sigma, and "gated" multiplies the recurrence by a
     # learned factor.
     mix: Literal["sum", "sigma", "gated"]
-    # The family of the model, as whose authors' code the recurrence is initialized.
+    # The family of the model; the recurrence is initialized as in the authors' code of this family.
     family: Literal["t5", "bart"]
     # The form in which decoding stores the recurrence (see the module `cache`).
     cache: Literal["auto", "table", "carry"] = "auto"

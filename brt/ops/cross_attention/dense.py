@@ -24,9 +24,9 @@ def read_states(
 ) -> Float[Array, "B T H K"]:
     """Returns the product of each query and the state of its segment."""
     count, batch, heads, width = states.shape[:4]
-    # There is a copy of the queries for each segment, which is zero where the segment is not the
-    # query's own. One product with the states of all segments therefore reads only the state of the
-    # query's own segment. The axes are [B, H, T, M, K].
+    # `masked_queries` [B, H, T, M, K] has a copy of every query for each segment, which is zero
+    # unless the query belongs to the segment. In one product with the states of all segments, a
+    # query therefore reads only the state of its segment.
     is_own = segment[:, None, :, None] == jnp.arange(count)[None, None, None]
     by_head = queries.swapaxes(1, 2)
     masked_queries = jnp.where(is_own[..., None], by_head[:, :, :, None], 0)
@@ -39,8 +39,8 @@ class SegmentKernels(NamedTuple):
     """Kernels for the form "dense", besides that of masked attention, and for the recurrence."""
 
     read_states: Callable[..., Array] = read_states
-    unit: int = 1  # the kernels take a multiple of so many queries and of so many keys
-    max_queries: int | None = None  # the kernels take at most so many queries of a source
+    unit: int = 1  # The numbers of queries and of keys must be multiples of this number.
+    max_queries: int | None = None  # the largest number of queries of a source; None for any
     recur: Callable[..., RecurrentStates] = recurrence
 
     def support(self, queries: int, keys: int) -> bool:

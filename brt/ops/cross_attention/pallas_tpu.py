@@ -160,7 +160,7 @@ def _local(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _run_neurons(arguments: _Arguments, settings: NeuronKernelSettings) -> NeuronKernelOutputs:
-    """Returns states [B, H', M, K, P] of H' = H K / P steps, and sums [B, H', 1, P]."""
+    """Returns states [B, N, M, K, P] and sums [B, N, 1, P] of N groups with P = H K / N numbers."""
     return _forward(arguments, settings)[0]
 
 

@@ -1,4 +1,4 @@
-"""Inputs of cross-attention; its learned parameters apart from its projections."""
+"""The inputs of cross-attention, and its learned parameters apart from the projections."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from brt.ops.cross_attention.recurrence import RecurrenceParameters
 class CrossParameters(NamedTuple):
     """Learned parameters of a layer's cross-attention, apart from its projections."""
 
-    # of the recurrent accumulate-and-fire neurons of `srformer`
+    # the recurrence of `srformer`, with its recurrent accumulate-and-fire neurons
     raf: RecurrenceParameters = RecurrenceParameters()
     memory_keys: RnnWeights | None = None  # the RNNs of `xl_memory`
     memory_values: RnnWeights | None = None
@@ -44,7 +44,7 @@ def specifications(
 ) -> dict[str, dict[str, ParameterSpec]]:
     """Returns the specification of each parameter, as in {"raf": {"kernel": ..., "leak": ...}}.
 
-    The outer keys are fields of `CrossParameters`; kinds without parameters have none.
+    The outer keys are fields of `CrossParameters`; {} for kinds without parameters.
     """
     if config.kind == "srformer":
         results = _raf(config, head_dim)
@@ -55,7 +55,7 @@ def specifications(
 
 
 def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> CrossParameters:
-    """Returns the parameters in nested dictionaries with the keys of `specifications`."""
+    """Converts nested dictionaries of arrays, which have the keys of `specifications`."""
     kinds = {
         "raf": RecurrenceParameters,
         "memory_keys": RnnWeights,
@@ -90,8 +90,8 @@ def _uniform(bound: float) -> Callable[..., Array]:
 
 def _raf(config: CrossConfig, head_dim: int) -> dict[str, ParameterSpec]:
     constant, results = jax.nn.initializers.constant, {}
-    # The authors' T5 keeps PyTorch's initialization of linear layers, and their BART has Hugging
-    # Face's of BART and neurons that remember longer.
+    # The authors' T5 keeps PyTorch's initialization of linear layers. Their BART is initialized as
+    # Hugging Face's BART is, and its neurons remember longer.
     kernel, leak = {
         "t5": (_uniform(head_dim**-0.5), 0.1),
         "bart": (jax.nn.initializers.normal(0.02), 0.5),

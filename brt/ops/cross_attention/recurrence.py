@@ -168,7 +168,7 @@ matmul.defvjp(lambda x, kernel: (matmul(x, kernel), (x, kernel)), _matmul_backwa
 
 @jax.custom_vjp
 def _other_segments(own: Array, total: Array) -> Array:
-    """Returns P_j, the total without each segment."""
+    """Returns P_j for each segment j: `total` without the segment's own product."""
     return total[None] - own
 
 

@@ -39,7 +39,7 @@ def attend(
 def _states(
     windows: SegmentWindows, p: RecurrenceParameters, config: CrossConfig
 ) -> tuple[list[Float[Array, "B H K K"]], NeuronMetrics]:
-    """Returns the normalized states R of each segment."""
+    """Returns the state R of each segment ([] without a recurrence), and metrics of neurons."""
     if config.kind != "srformer":
         return [], NeuronMetrics()
     wide = jnp.promote_types(windows.keys.dtype, jnp.float32)
@@ -67,7 +67,7 @@ def _run_neurons(
     p: RecurrenceParameters,
     config: CrossConfig,
 ) -> tuple[Float[Array, "M B H K K"], NeuronMetrics]:
-    """Runs the neurons (SRformer, section 3.3) over the segments."""
+    """Returns the outputs of the neurons (SRformer, section 3.3) for each segment, and metrics."""
     leak, threshold = leak_and_threshold(p)
     membrane, outputs, rates = jnp.zeros_like(inputs[0]), [], []
     for j, x in enumerate(inputs):

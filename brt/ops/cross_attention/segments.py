@@ -44,7 +44,7 @@ def reading_positions(config: CrossConfig, target_length: int | None) -> int:
 
 
 def first_position(segment: Array | int, count: Array | int, q: int) -> Array | int:
-    """Returns the first target position that reads a segment, of `count` segments."""
+    """Returns the first target position that reads segment number `segment` of `count`."""
     return -(-segment * q // count)
 
 
@@ -57,7 +57,7 @@ def most_positions(count: int, end: int, q: int) -> int:
 def segment_counts(valid: Bool[Array, "B X"], config: CrossConfig, size: int) -> Int[Array, " B"]:
     """Returns the number of segments of each source, at least 1.
 
-    They extend to the last valid position or, if `counts_padding`, to the end of the padding.
+    Segments extend to the last valid position or, if `counts_padding`, to the end of the padding.
     """
     batch, length = valid.shape
     if config.counts_padding:

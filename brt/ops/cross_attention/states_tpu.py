@@ -131,7 +131,7 @@ def _only(x: Float[Array, "T P"], segment: Int[Array, "T 1"], j: Any) -> Float[A
 
 
 def _is_own(height: int, width: int, wide: int) -> Array:
-    """Returns whether the row and the column of a block-diagonal matrix are of the same head."""
+    """Returns True where the row and the column of a block-diagonal matrix have the same head."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (height, wide), axis) for axis in (0, 1))
     return jax.lax.div(row, jnp.int32(width)) == jax.lax.div(column, jnp.int32(width))
 

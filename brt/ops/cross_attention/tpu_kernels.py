@@ -118,7 +118,7 @@ def backward_kernel(
     *,
     settings: NeuronKernelSettings,
 ) -> None:
-    """Writes the gradients of keys and values, and adds those of the parameters.
+    """Writes the gradients of keys and values, and adds to the gradients of the parameters.
 
     Args:
       neuron: as for `forward_kernel`.
@@ -215,7 +215,7 @@ def _diagonal_blocks(x: Float[Array, "P P"], settings: NeuronKernelSettings) -> 
 
 
 def _block_diagonal(x: Float[Array, "K P"], settings: NeuronKernelSettings) -> Float[Array, "P P"]:
-    """Writes the heads' matrices as diagonal blocks, with zeros elsewhere."""
+    """Returns the heads' matrices as the diagonal blocks of one matrix, with zeros elsewhere."""
     head = _head_index(*x.shape)
     return jnp.concatenate(
         [jnp.where(head == i, x, 0) for i in range(x.shape[1] // settings.width)], axis=0

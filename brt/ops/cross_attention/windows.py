@@ -30,7 +30,7 @@ def build_windows(
     parameters: CrossParameters,
     config: CrossConfig,
 ) -> SegmentWindows:
-    """Returns, for all segments, the keys and values that the targets of a segment read."""
+    """Returns the window of each segment: the keys and values that its target positions read."""
     if not config.counts_padding:
         keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))
     size = keys.shape[1] if config.kind == "full" else config.segment_size
@@ -61,7 +61,7 @@ def with_shared(
     shared: SharedKeys | None,
     axis: int,
 ) -> tuple[Float[Array, "*B H Y K"], Float[Array, "*B H Y K"], Bool[Array, "*B Y"]]:
-    """Appends shared keys and values, if any, to every window; windows are on `axis`."""
+    """Returns the windows, with shared keys and values, if any, appended; windows are on `axis`."""
     if shared is None:
         return keys, values, mask
 
@@ -90,8 +90,8 @@ def attend_to_window(
 ) -> Float[Array, "*B H Q K"]:
     """Returns the softmax attention to windows; zeros for a query without a usable key.
 
-    The mask is for all queries of a window or for each. `lanes` is the axis of `queries` that has
-    the rows of the batch, for which dropout draws separate numbers.
+    The mask has no axis of queries if it is the same for all. `lanes` is the axis of `queries` that
+    has the rows of the batch, for which dropout draws separate numbers.
     """
     factors = None
     if dropout is not None:
@@ -121,9 +121,10 @@ def combine_outputs(
     scale: Float[Array, "..."] | None,
     sigma: Array | None,
 ) -> Float[Array, "*B"]:
-    """Returns sigma * attended + (1 - sigma) * recurrent * scale, without sigma the sum of both.
+    """Returns sigma * attended + (1 - sigma) * recurrent * scale.
 
-    If one of the two is None, the result is the other one; None as `scale` stands for 1.
+    Both have the weight 1 if `sigma` is None, and `scale` is 1 if it is None. If `attended` or
+    `recurrent` is None, the result is the other one, without sigma.
     """
     if recurrent is not None and scale is not None:
         recurrent = recurrent * scale.astype(recurrent.dtype)

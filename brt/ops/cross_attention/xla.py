@@ -85,7 +85,7 @@ def _is_dense(
 
 
 def slots_per_row(count: int, length: int, t0: int, q: int) -> int:
-    """Returns G, the slots of a row: room for all queries of sources with 1 to `count` segments."""
+    """Returns G, the slots that a row needs if sources have 1 to `count` segments."""
 
     # This is the largest number of queries of a segment, divided by its rows.
     def needed_slots(segments: int) -> int:
@@ -187,10 +187,10 @@ def _attend_rows(
 def _gather_once(
     x: Float[Array, "B I H K"], source: Int[Array, "B O"], target: Int[Array, "B I"]
 ) -> Float[Array, "B O H K"]:
-    """Returns row source[o] of x as row o.
+    """Returns y, whose row o is row source[o] of x.
 
-    Only row target[i] of the rows that hold row i is read, so the gradient is a gather, too; a
-    scatter of single rows is slow on CPUs.
+    Several rows of y may hold row i of x, but callers read only row target[i] of y. The gradient is
+    therefore a gather, too; a scatter of single rows is slow on CPUs.
     """
     return _gather_rows(x, source)
 

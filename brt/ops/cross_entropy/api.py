@@ -1,6 +1,6 @@
 """Cross-entropy loss and token scores over a vocabulary, without storing all logits at once.
 
-In shapes, D is the number of numbers of a token's vector, and V of tokens of the vocabulary. The
+In shapes, D is the size of a token's vector, and V the number of tokens of the vocabulary. The
 logits are scale * hidden @ embedding.T, capped by `softmax.soft_capped`, + bias. At most `chunk`
 tokens of a row have logits at once on a device; the TPU kernels ignore this number.
 """

@@ -1,4 +1,4 @@
-"""Inputs of losses, and chunks of C tokens of a row, whose logits are computed one by one."""
+"""Inputs of losses, and chunks of C tokens of a row; one chunk at a time has logits."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ def chunk_length(tokens: int, limit: int) -> int:
 def split_chunks(x: Array, chunk: int) -> Array:
     """Splits an array x [B, T, ...] into chunks of C tokens, [number of chunks, B, C, ...].
 
-    A chunk has `chunk` tokens of each device among which a row is divided; every token stays there.
+    A chunk has `chunk` tokens of each device that shares a row; no token changes its device.
     """
     batch, tokens = x.shape[:2]
     devices = shard_count("tokens", tokens)

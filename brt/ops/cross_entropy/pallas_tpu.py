@@ -107,7 +107,7 @@ interpreted = functools.partial(cross_entropy, interpret=True)
 
 
 def _shard_by_lane(scale: float, interpret: Interpret, inputs: Targets) -> _TokenResults:
-    """Computes the results of tokens, on each device for its own rows of the batch.
+    """Returns the results of all tokens; each device computes those of its rows of the batch.
 
     Vectors are padded with zeros, which add nothing to logits.
     """
@@ -180,8 +180,8 @@ def _run_forward(
     """Runs the forward kernel.
 
     Returns:
-      The results of tokens, and what gradients need in addition: the probability of all other
-        tokens, and with `learns` their mean embedding (see `_forward_kernel`).
+      The results of tokens, and what gradients need in addition: the probability of all tokens
+        but the target, and with `learns` their mean embedding (see `_forward_kernel`).
     """
     rows, columns, width = size = _tile(targets.size, table, hidden.dtype)
     grid = targets.size // rows, len(table) // columns

@@ -56,7 +56,7 @@ def _embedding_product(
     if dispatch.policy().stores_transposes:
         table, sizes = transposed(table), "bcd,dv->bcv"
     if rounds and dispatch.policy().rounds_logits and dtype == jnp.bfloat16:
-        # Without the barrier, the compiler would store the result of the conversion.
+        # Without the barrier, XLA would store the float32 numbers instead of the bfloat16 ones.
         store = jax.lax.optimization_barrier
         return lambda x: store(jnp.einsum(sizes, x, table)).astype(jnp.float32)
     return lambda x: jnp.einsum(sizes, x, table, preferred_element_type=jnp.float32)
@@ -80,7 +80,7 @@ def _logits(
 
 
 def _log_sum_exp(logits: Float[Array, "B C V"]) -> Float[Array, "B C"]:
-    """Computes maximum and sum in one reduction, which reads the logits once."""
+    """Returns the log-sum-exp over the vocabulary, by one reduction that reads the logits once."""
 
     def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
         top = jnp.maximum(a[0], b[0])

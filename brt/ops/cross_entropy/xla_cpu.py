@@ -87,5 +87,5 @@ def _added(sums: _Sums, logits: Float[Array, "B C W"], is_target: Bool[Array, "B
 
 
 def _finite(largest: Float[Array, "B C"]) -> Float[Array, "B C"]:
-    """Returns the largest logit, or 0 if it is not finite, as `jax.nn.logsumexp` subtracts it."""
+    """Returns the largest logit, or 0 if it is not finite: what `jax.nn.logsumexp` subtracts."""
     return jnp.where(jnp.isfinite(largest), largest, 0.0)

@@ -38,8 +38,7 @@ def local_attention(
     The logits are q.k + bias. A token that sees no key gets zeros.
 
     Args:
-      bias: between the queries of a block and the keys of the previous block, the block and the
-        next.
+      bias: between the queries of a block and the keys of the previous, its own and the next one.
       mask: False for padding, which no token sees.
       global_keys: additional keys that all tokens see, in the same softmax.
     """

@@ -1,9 +1,9 @@
 """Transient global tokens (LongT5, Guo et al. 2022, section 3.1.2).
 
-The tokens of a source are split into short blocks. Each has a global token, the sum of the vectors
-of its tokens, to which all tokens of the source attend. The last tokens, if they do not fill a
-block, belong to the last full block. A source shorter than a block has no global token. In shapes,
-B is the number of sources, and G of global tokens of a source without padding.
+The tokens of a source are split into short blocks. Each block has a global token, the sum of the
+vectors of its tokens, to which all tokens of the source attend. If the last tokens do not fill a
+block, they belong to the last full block. A source shorter than a block has no global token. In
+shapes, B is the number of sources, and G of global tokens of a source without padding.
 """
 
 from typing import NamedTuple

@@ -64,7 +64,7 @@ def attend_part(
     *,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """Returns attention without repeating grouped keys, for `partial_attention.merge_parts`.
+    """Returns attention and its log-sum-exp, for `merge_parts`; grouped keys are not repeated.
 
     The logits are q.k. The result for a query that sees no key is zeros and `softmax.FLOOR`.
     """

@@ -50,7 +50,7 @@ def attend_part(
 ) -> AttentionPart:
     """Implements `api.attend` and `api.attend_part`.
 
-    Dropout has the numbers that `xla.attend_part` draws on GPUs and TPUs. If `interpret` is not
+    Dropout drops the same weights as in `xla.attend_part` on GPUs and TPUs. If `interpret` is not
     None, it is passed to Pallas, to run the kernels without a TPU or GPU.
     """
     mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))

@@ -17,7 +17,7 @@ from brt.ops.products import einsum
 from brt.ops.reductions import sum_leading
 from brt.ops.softmax import FLOOR
 
-TILE_LOGITS = 1 << 22  # A device has at least memory for so many logits at once.
+TILE_LOGITS = 1 << 22  # A device has memory for at least this many logits.
 
 
 def attend_part(
@@ -30,7 +30,7 @@ def attend_part(
     *,
     tile: int | None = None,
 ) -> AttentionPart:
-    """Implements `api.attend_part` with `tile` logits (or those of one query) on a device."""
+    """Implements `api.attend_part`; a tile has at most `tile` logits, or one query, per device."""
     lead, (length, heads, width) = queries.shape[:-3], queries.shape[-3:]
     q, k, v = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (queries, keys, values))
     mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-2:])).reshape(-1, *mask.shape[-2:])

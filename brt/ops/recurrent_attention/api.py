@@ -71,8 +71,9 @@ def state_scan(
       cache_mask: True where block n may read the block before it.
       document_start: True where the states restart with `initial`.
       unroll: the number of blocks that one iteration of the scan's loop processes.
-      options: `kind` is the gate (`brt.ops.gates`). `normalize_qk` is for queries and keys.
-        `null_keys` keeps unreadable keys in the softmax as zeros. `attention` is an implementation.
+      options: `kind` is the gate (`brt.ops.gates`). `normalize_qk` normalizes queries and keys.
+        `null_keys` keeps unreadable keys in the softmax as zeros. `attention` is the implementation
+        of `softmax_attention`.
     """
     return dispatch.run(
         OP, implementation, weights, initial, vectors, cached, keys, values, cache_mask,

@@ -35,7 +35,7 @@ class CellWeights(NamedTuple):
     output_gate: GateWeights | None = None
     # the scale of the norm before the MLP; dual layout only
     mlp_norm: Float[Array, " D"] | None = None
-    # The MLP's first kernel, [D, F] (dual) or [2, H, K, F] (single); None without an MLP.
+    # The MLP's first weights, [D, F] (dual) or [2, H, K, F] (single); None without an MLP.
     mlp_in: Float[Array, "*M F"] | None = None
     mlp_out: Float[Array, "F D"] | None = None
     mlp_gate: GateWeights | None = None  # the gate of the MLP's residual connection

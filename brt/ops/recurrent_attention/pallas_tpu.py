@@ -186,7 +186,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _stacked_spec(x: Any) -> pl.BlockSpec:
-    """Returns the block of one head and batch row of several stacked arrays, [N, B, H, S, K]."""
+    """Returns the block spec of one head and row of the batch, for an array [N, B, H, S, K]."""
     return pl.BlockSpec((x.shape[0], None, None, *x.shape[3:]), lambda h, b, *_: (0, b, h, 0, 0))
 
 
@@ -221,7 +221,7 @@ def _call(
     *,
     products: int,
 ) -> Any:
-    """Calls a kernel with one step per head and batch row.
+    """Runs a kernel with one step per head and row of the batch, and returns its outputs.
 
     The name tells `brt.planning.kernel_cycles` which kernel it is and how many steps its grid has.
     """

@@ -68,7 +68,7 @@ def _next_states(
     attended: Float[Array, "B S 2 H K"],
     kind: str,
 ) -> Float[Array, "B S D"]:
-    """Returns the states after the first (skip), second (single) or both (dual) connections."""
+    """Returns the states after the gate of attention (skip), of the MLP (single) or both (dual)."""
     single = weights.output is None
     inputs = attended
     if not single:

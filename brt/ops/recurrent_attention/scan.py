@@ -2,7 +2,7 @@
 
 The weight gradients of the projection, of the output projection and of the MLP are computed once,
 after the scan, from taps: arrays that collect the inputs and output gradients of a product from all
-steps (`brt.ops.deferred`). Only the gradients of the kernels of lstm and gru gates are summed block
+steps (`brt.ops.deferred`). Only the gradients of the weights of lstm and gru gates are summed block
 by block. See `cell` for the axes.
 """
 
@@ -24,7 +24,7 @@ from brt.ops.tpu import materialized
 
 
 class _Kernels(NamedTuple):
-    """The kernels of the large products of a state update, or their taps for deferred gradients."""
+    """The weights of the large products of a state update, or their taps for deferred gradients."""
 
     projection: Array | Tap
     output: Array | Tap | None
@@ -37,7 +37,7 @@ def _kernels(weights: CellWeights) -> _Kernels:
 
 
 def _stacked_projection(weights: CellWeights, dtype: Any = jnp.float32) -> Float[Array, "D 4 H K"]:
-    """Returns the kernel of the product that computes keys, both kinds of queries, and values."""
+    """Returns the weights of the product that computes keys, both kinds of queries, and values."""
     parts = weights.keys, weights.queries, weights.cross_queries, weights.values
     return jnp.stack([part.astype(dtype) for part in parts], axis=1)
 
@@ -68,7 +68,7 @@ def state_update(
     Args:
       before, own: keys and values of the tokens of the previous block and of this block.
       cache_mask: True if the previous block may be read.
-      kernels, taps: from `state_scan`, once for all blocks; other callers leave both None.
+      kernels, taps: what `state_scan` prepares once for all blocks; other callers leave them None.
       kind: as for `api.state_scan`.
       read: computes the attention of the states, such as `xla.state_attention`, with `options`.
     """
@@ -128,7 +128,7 @@ def state_scan(
     kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
     pairs = zip(kernels, _input_axes(kernels), strict=True)
     taps = _Kernels(*(k if k is None else deferred.tap(k, rows, keys.dtype, i) for k, i in pairs))
-    # The four kernels of the projection are stacked, converted to the dtype of the keys and stored
+    # The four weights of the projection are stacked, converted to the dtype of the keys and stored
     # once, before the scan. The converted copy needs no gradient, because the weight gradient is
     # computed from the tap.
     kernels = kernels._replace(projection=materialized(_stacked_projection(weights, keys.dtype)))
@@ -190,7 +190,7 @@ _reset_states.defvjp(lambda starts, *x: (_reset_states(starts, *x), starts), _re
 
 
 def _unstack(tree: PyTree[Array], count: int) -> list[PyTree[Array]]:
-    """Splits the first axis of all arrays; the gradients are stacked, not padded and summed."""
+    """Splits all arrays along axis 0, so that gradients are stacked, not padded and summed."""
     leaves, structure = jax.tree.flatten(tree)
     parts = zip(*map(jnp.unstack, leaves), strict=True) if leaves else [()] * count
     return [jax.tree.unflatten(structure, part) for part in parts]

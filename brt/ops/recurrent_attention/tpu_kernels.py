@@ -1,4 +1,4 @@
-"""Bodies of the TPU kernels of the states' attention, for one head of the states of one batch row.
+"""Bodies of the TPU kernels of the states' attention, for one head and one row of the batch.
 
 The module `pallas_tpu` describes the algorithm. The states attend to each other and to the tokens
 of two blocks. Logits are keys x states.
@@ -47,7 +47,7 @@ class StateKernelSettings(NamedTuple):
 
 
 class StateKernelInputs(NamedTuple):
-    """Inputs of a step of the grid (one head of a batch row), or their block specs."""
+    """Inputs of a step of the grid (one head and row of the batch), or their block specs."""
 
     # [4, S, K], keys, queries to states, queries to tokens, and values of the states, not
     # normalized.
@@ -88,7 +88,7 @@ class StateKernelGradients(NamedTuple):
     """
 
     projected: Any
-    # A sum over all batch rows, to which each step adds its contribution.
+    # A sum over all rows of the batch, to which each step adds its contribution.
     scales: Any
     keys: tuple[Any, Any]
     values: tuple[Any, Any]
@@ -164,7 +164,7 @@ def forward_kernel(
     """Computes attention of the states to states and to the tokens of two blocks.
 
     Args:
-      cache_mask: [B], for each batch row not zero if the previous block may be read.
+      cache_mask: [B], not zero for rows of the batch that may read the previous block.
       inputs, outputs: references to the arrays of the step.
     """
     attentions = _key_parts(cache_mask[pl.program_id(1)] > 0, inputs, settings)
@@ -280,7 +280,9 @@ def _add_gradients(
     results: StateKernelGradients,
     settings: StateKernelSettings,
 ) -> tuple[Float[Array, "X K"], Float[Array, "X K"]]:
-    """Writes the gradients of some queries, and returns those of the keys and values they see."""
+    """Writes the gradients of the queries in `rows`, adds to that of their scale, and returns those
+    of their keys and values. `which` is 0 for attention to states and 1 for tokens.
+    """
     queries, d_output = _scaled_queries(which, rows, inputs, settings), inputs.gradient[which, rows]
     mean = jnp.sum(d_output.astype(jnp.float32) * inputs.y[which, rows], axis=-1, keepdims=True)
     mean = jnp.broadcast_to(mean, (len(mean), LANES)).T[:1]

@@ -90,7 +90,7 @@ def attend_to_blocks(
 ) -> Float[Array, "B Q H K"]:
     """Returns the attention of every query to the X keys of two blocks, the previous first.
 
-    The queries are multiplied by any scale. `cache_mask` is True for rows that may read the
+    The queries are already multiplied by any scale. `cache_mask` is True for rows that may read the
     previous block; hidden keys count as zero keys with zero values if `null_keys`, and else not at
     all.
     """

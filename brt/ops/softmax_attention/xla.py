@@ -20,7 +20,7 @@ def attend_by_head(
     mask: Bool[Array, "*B S"] | Bool[Array, "*B Q S"] | None,
     dropout: Float[Array, "*B H Q S"] | None = None,
 ) -> Float[Array, "*B H Q K"]:
-    """Returns the attention of every query to the keys, at least one, where the mask is True.
+    """Returns the attention of every query to the one or more keys where the mask is True.
 
     `dropout` has factors of the weights.
     """

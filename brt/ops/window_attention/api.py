@@ -1,9 +1,9 @@
 """Causal sliding-window attention (Block-Recurrent Transformers, section 3.1).
 
-A token attends to the W keys of its document up to itself, or to the token before it. W keys before
-the segment come from the cache. A segment is read in blocks, and documents start only at starts of
-blocks. If a block has W tokens, as in the paper, a token's keys are in its own block and in the one
-before; Transformer-XL is the special case of one block per segment.
+A token attends to the last W keys of its document, which end with its own key or with that of the
+token before. The W keys before the segment come from the cache. A segment is read in blocks, and
+documents start only at starts of blocks. If a block has W tokens, as in the paper, a token's keys
+are in its own block and in the one before; Transformer-XL has one block per segment.
 
 Tokens may be sharded by rows of the batch, heads and blocks. Each device computes the attention of
 its own tokens in `shard_map`, because XLA's partitioner cannot split a kernel. If the blocks of a
@@ -108,7 +108,7 @@ def local_attention(
       bias: column 0 is for the nearest key that a token sees.
       first: for each of N blocks, the place of the first token of its document, a multiple of the
         length of a block. The segment begins at place 0, and cached tokens have negative places.
-      attend_to_self: whether the nearest key is the token itself or the token before.
+      attend_to_self: True if the nearest key is the token's own, and not that of the token before.
       scale: if given, the keys are first scaled to norm 1, and the queries of head h to norm
         scale[h].
     """
@@ -135,10 +135,10 @@ def window_part(
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """Computes `local_attention` of blocks of W tokens.
+    """Returns what `local_attention` returns, for blocks of W tokens.
 
     Args:
-      cache_mask: False where a document starts at block n, or where the cache is empty.
+      cache_mask: False where a document starts at block n, and for block 0 if the cache is empty.
       dropout: a mask [H, W, W] of heads, queries of a block and slots, the same for all blocks. A
         query sees W of the 2 W keys of its own block and the block before: slot c is key c of the
         own block if the query sees it, and otherwise key c of the block before.
@@ -154,14 +154,14 @@ def window_part(
             return part
         return with_null_keys(part, inputs.bias, cache_mask, attend_to_self)
 
-    # Each device computes the places of its own blocks from the mask, which stands in for them.
+    # The field `first` has the mask, from which each device computes the places of its own blocks.
     inputs = WindowInputs(queries, cached, keys, values, bias, cache_mask, dropout, scale)
     sharded = rules.shard_count("blocks", cache_mask.shape[1]) > 1
     return _on_each_device(attend, inputs, sharded=sharded)
 
 
 def document_places(cache_mask: Bool[Array, "B N"], window: int) -> Int[Array, "B N"]:
-    """Returns the place of the first token of the document of each block of W = `window` tokens.
+    """Returns, for each block of W = `window` tokens, the place of its document's first token.
 
     It is -W, the place of the first cached token, if the document starts before the segment.
     """
@@ -175,13 +175,13 @@ def with_null_keys(
     cache_mask: Bool[Array, "B N"],
     attend_to_self: bool,
 ) -> AttentionPart:
-    """Adds the keys that `cache_mask` hides to the softmax, as zero keys with zero values."""
+    """Adds zero keys with zero values to the softmax, for the keys that `cache_mask` hides."""
     (batch, tokens, heads), blocks = part.lse.shape, cache_mask.shape[1]
     window = tokens // blocks
     if bias is None:
         bias = jnp.zeros((heads, window), jnp.float32)
-    # Query r of a block has the keys of the block before in the columns of the bias from r + 1 on,
-    # or from r on if it does not see itself.
+    # For query r of a block, the columns of the bias from r + 1 on, or from r on if it does not see
+    # itself, belong to keys of the block before.
     hidden = jax.lax.cumlogsumexp(bias, axis=1, reverse=True)
     if attend_to_self:
         hidden = jnp.pad(hidden[:, 1:], ((0, 0), (0, 1)), constant_values=-jnp.inf)

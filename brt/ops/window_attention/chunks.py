@@ -43,8 +43,8 @@ def window_attention(
 
     heads, groups = queries.shape[2], keys.shape[2]
 
-    # The queries of all R heads that share a head of keys are on one axis. Here and in the inverse,
-    # weights have X numbers, and queries or outputs K.
+    # The queries of all R heads that share a head of keys come to one axis, RQ. The last axis of
+    # the argument is X for weights, and K for queries and outputs.
     def by_key_head(x: Float[Array, "B H Q X"]) -> Float[Array, "B G RQ X"]:
         return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 

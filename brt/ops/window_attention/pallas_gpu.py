@@ -37,7 +37,7 @@ def window_attention(
     end = jnp.arange(tokens)[None] + size - nearest + 1
     begin = jnp.maximum(end - window, inputs.starts() + size)
     spans = jnp.stack([begin, jnp.broadcast_to(end, begin.shape)], axis=1)
-    # The tiles of bias and mask of each distance stand side by side, for one tile of queries.
+    # The strip has a tile of the bias for each distance between tiles of queries and keys.
     bias = jnp.zeros((heads, window)) if inputs.bias is None else inputs.bias
     bias = jnp.pad(bias, ((0, 0), (0, missing)), constant_values=MASKED)
     strip = bias_band(bias, TILE, size + TILE, nearest=nearest, hidden=MASKED)

@@ -21,7 +21,7 @@ from brt.ops.partial_attention import AttentionPart, merge_parts
 from brt.ops.tpu import LANES, head_refusal, vmem_limit, vmem_refusal
 from brt.ops.window_attention.inputs import WindowInputs, bias_band
 
-# A sub-tile of a window has so many queries; with 64 or 256, schedules are longer.
+# A sub-tile of a window has this many queries; with 64 or 256, schedules are longer.
 _ROWS = 128
 _LONGEST_WINDOW = 2048  # Longer windows are split into sub-windows.
 _LEAST_SUBWINDOW = 512  # No window is split into shorter sub-windows than this.
@@ -63,7 +63,7 @@ def _whole_window_refusal(queries: Array, window: int, drops: bool) -> str | Non
         return reason
     if tokens % window:
         return f"reads segments of a multiple of the window of {window} tokens, not of {tokens}"
-    # There are two buffers for each block, the sums, and arrays of the size of the logits.
+    # VMEM has two buffers for each block, sums of gradients, and arrays of the size of the logits.
     wide = max(width, LANES)
     taken = 2 * 13 * window * wide * itemsize + 4 * window * wide * 4
     taken += 12 * (window + _ROWS) * _ROWS * 4
@@ -78,8 +78,8 @@ def window_attention(
 ) -> AttentionPart:
     """Implements `api.local_attention`; its dropout is None or a `DropoutMask`.
 
-    T is a multiple of W, or of the sub-window into which the window is split. True as `interpret`
-    runs the kernels on any device, slowly, and with windows of any size.
+    T is a multiple of W, or of the sub-window into which the window is split. If `interpret`
+    is True, the kernels run on any device, slowly, and with windows of any size.
     """
     window, dropout = inputs.window, inputs.dropout
     if not interpret:
@@ -118,7 +118,7 @@ interpreted = functools.partial(window_attention, interpret=True)
 def attend_to_subwindows(
     attend: functools.partial[AttentionPart], size: int, inputs: WindowInputs
 ) -> AttentionPart:
-    """Computes window attention by calls of `attend` for windows of `size` keys.
+    """Returns window attention, merged from calls of `attend` for sub-windows of `size` keys.
 
     If a token sees no key, the log-sum-exp is `softmax.FLOOR` plus the logarithm of the number of
     sub-windows. The place of a document's first token may be after the tokens that `attend` gets,
@@ -143,7 +143,7 @@ def attend_to_subwindows(
 
 
 def _delayed(first: Int[Array, "B D"], part: int, size: int, delay: int) -> Int[Array, "B D2"]:
-    """Returns the places of the first tokens of the documents in delayed keys."""
+    """Returns `WindowInputs.first` for keys that are delayed by `delay` places."""
     # If parts consist of whole blocks of `size` tokens, the kernel hides only the previous block,
     # as a whole, because a document starts no later than the block of its query. With delayed keys,
     # the document may start later. The segment is therefore split into parts of half a block, for

@@ -8,7 +8,7 @@ sums divide the output, for the reasons that `softmax_attention.xla_cpu` gives.
 XLA recomputes an array in each loop that reads it, if the computation seems cheap. It is in fact
 expensive for the bias tile and for transposed keys and values, which `layout` therefore stores.
 
-In shapes, M is the number of tiles of a segment, and Z of tokens or tiles with those of the cache.
+In shapes, M is the number of tiles of a segment, and Z of tiles including those of the cache.
 """
 
 from functools import reduce
@@ -53,10 +53,7 @@ def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
 
 @by_head_of_group
 def window_attention(inputs: WindowInputs, *, attend_to_self: bool) -> AttentionPart:
-    """Implements `api.local_attention` of blocks of W tokens.
-
-    The dropout is None or a `DropoutMask`.
-    """
+    """Implements `api.local_attention` of blocks of W tokens, with a `DropoutMask` or without."""
     queries, keys, values = inputs.joined()
     window, heads = inputs.window, queries.shape[2]
     rows, blocks = tile_rows(window), queries.shape[1] // window
@@ -103,7 +100,7 @@ def _key_mask(cache_mask: Bool[Array, "B N"], window: int, rows: int) -> Bool[Ar
 def _dropout_tiles(
     dropout: DropoutMask | None, blocks: int, rows: int
 ) -> Float[Array, "M H S R"] | None:
-    """Returns the dropout factors in the order of the keys of each tile; `dropout` is by slot."""
+    """Returns factors for the keys of each tile; `dropout` is by slot (see `api.window_part`)."""
     if dropout is None:
         return None
     factors = dropout.factors(jnp.dtype("float32"))
@@ -143,7 +140,7 @@ def _visible_keys_backward(
     """Computes the gradient of `_visible_keys`."""
     stretches = jnp.split(gradient, gradient.shape[3] // rows, axis=3)
     last = len(stretches) - 1
-    # Range j of a tile belongs to the tile j places on.
+    # Range j of query tile m is key tile m + j.
     padded = (
         jnp.pad(part, ((0, 0), (j, last - j), (0, 0), (0, 0), (0, 0)))
         for j, part in enumerate(stretches)

@@ -61,7 +61,7 @@ class WindowRow(NamedTuple):
     """A window: a question, and a range of tokens of the question's context."""
 
     question: int  # index of the question in the store
-    start: int  # index in the context of the window's first token
+    start: int  # index of the window's first token in the context
     stop: int  # index of the token after the window's last one
     # Positions of the first and last token of the answer in the model's input; 0, the first special
     # token, if the window does not contain the whole answer.
@@ -140,8 +140,8 @@ class QuestionStore(RowStore):
         return around + len(self.questions[self.rows[row, 0]])
 
     def context_mask(self, rows: np.ndarray, length: int) -> Bool[np.ndarray, "B T"]:
-        """Returns a mask of the inputs of windows that is True for the tokens of the context, of
-        which alone a predicted answer may consist.
+        """Returns a mask of the inputs of windows that is True for the tokens of the context, the
+        only ones that a predicted answer may contain.
 
         `rows` are indices of windows; -1 is an empty row, whose mask is False. Inputs are padded to
         `length` tokens.
@@ -265,8 +265,8 @@ class QuestionPreparation(TextPreparation):
 def _located(
     rows: Iterable[Question | BadRow], contexts: dict[str, Encoding], tokenizer: TextTokenizer
 ) -> Iterator[tuple[Question, tuple[int, int] | None] | BadRow]:
-    """Yields questions with the token span of their first answer, and adds the encodings of their
-    contexts to `contexts`.
+    """Yields questions with the token span of their first answer (None if they have no answer), and
+    adds the encodings of their contexts to `contexts`.
     """
     for row in rows:
         if isinstance(row, BadRow):

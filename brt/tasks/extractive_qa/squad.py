@@ -141,7 +141,7 @@ def _row_question(row: Row, no_answer: bool) -> Question | BadRow:
 
 
 def _decoded(value: Any) -> Any:
-    """Returns a value of a table as JSON has it; raises ValueError if a text is not UTF-8."""
+    """Returns a value with arrays as lists and bytes as text; ValueError if a text is not UTF-8."""
     if isinstance(value, Mapping):
         return {name: _decoded(part) for name, part in value.items()}
     if isinstance(value, list | np.ndarray):

@@ -161,7 +161,7 @@ class ExtractiveQa(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Cross-entropy of two targets in each window: the answer's first and last token."""
+        """The loss is the cross-entropy of the first and the last token of the answer, summed."""
         batch = inputs.batch
         logits = self.predict(config, params, batch, inputs.key)
         nats = jnp.sum(span_nats(logits, batch.targets, batch.scored))

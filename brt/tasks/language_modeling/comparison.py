@@ -4,9 +4,9 @@ The report says in which classes of tokens one model is better than the other, w
 intervals over documents. Models with different tokenizers are compared by documents only, because
 they have no tokens in common.
 
-The class of a token says what it is part of, and where this occurred before. A *term* is a word, an
-identifier or a LaTeX command. Its class says what a memory could be good for: a name that occurred
-before, but not within the window, is what only a memory can recall.
+A *term* is a word, an identifier or a LaTeX command. The class of a token says to which kind of
+term it belongs, and where the term occurred before. The classes show what a memory is good for:
+only a memory can recall a name that occurred before, but not within the window.
 """
 
 import codecs
@@ -39,7 +39,7 @@ from brt.types import Variables
 
 _TERM = re.compile(rb"\\[A-Za-z]+|[A-Za-z_\x80-\xff][A-Za-z0-9_\x80-\xff]*")
 _NAME = re.compile(rb"[\\_0-9]|.[A-Z]")
-_ARTICLES = {b"a", b"A", b"I", b"O"}  # Words of one letter.
+_LETTERS = {b"a", b"A", b"I", b"O"}  # Words of one letter.
 
 # The names of the classes, with descriptions for people.
 CLASSES = {
@@ -109,7 +109,7 @@ def token_classes(pieces: Sequence[bytes], window: int) -> Int[np.ndarray, " T"]
 
 def _is_name(term: bytes, known: set[bytes]) -> bool:
     if len(term) == 1:
-        return term not in _ARTICLES
+        return term not in _LETTERS
     if _NAME.search(term):
         return True
     return term[:1].isupper() and term.lower() not in known
@@ -126,10 +126,10 @@ class Document(NamedTuple):
 
 
 def page_html(documents: Sequence[Document], *, other: str, without: str | None) -> str:
-    """Returns a page that needs no other file.
+    """Returns an HTML page with the documents, which needs no other file.
 
-    The other run has the name `other`, and was read without the part `without` of its memory; None
-    stands for no part.
+    `other` is the name of the other run, whose model read without the part `without` of its memory;
+    None stands for no part.
     """
     name = formatting.html(other + (f" without {without}" if without else ""))
     parts = [
@@ -184,7 +184,7 @@ def group_rows(
     """
 
     def sums(values: Iterable[np.ndarray | None]) -> np.ndarray:
-        """Returns sums over the tokens of each group [documents, groups]."""
+        """Returns sums over each group's tokens, [documents, groups]; None counts the tokens."""
         weighted = zip(groups, values, strict=True)
         return np.asarray([np.bincount(own, weight, len(names)) for own, weight in weighted])
 
@@ -292,8 +292,8 @@ def draw_classes(rows: Sequence[Mapping[str, Any]]) -> bytes:
 class ComparisonEvaluator:
     """Compares a model with another model; both read every document from start to end.
 
-    With `request.ablate`, the other model is read without this part of its memory. Raises
-    ConfigError if the two splits have other documents.
+    With `request.ablate`, the other model reads without this part of its memory. Raises ConfigError
+    if the split of the other model has other documents.
     """
 
     unit, partial = "tok", False
@@ -302,7 +302,7 @@ class ComparisonEvaluator:
         other = request.other
         assert other is not None
         check(not request.windows, "--windows and --compare are two measurements; leave one out")
-        # Both models read the same ends, so these are scored only if both of them have end tokens.
+        # The ends of documents are scored only if both models have an end token.
         scored = None not in (evaluation.end_id(request.config), evaluation.end_id(other.config))
         config, theirs = (evaluation.with_ends(c, scored) for c in (request.config, other.config))
         self._config, self._other, self._ablate = config, other, request.ablate
@@ -338,7 +338,7 @@ class ComparisonEvaluator:
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns a continuation of the first document by the first model."""
+        """Returns a continuation of the first document by the evaluated model."""
         return self._evaluator.sample(variables, step, control)
 
     def _result(self, ours: SplitScores, theirs: SplitScores) -> EvaluationResult:

@@ -14,7 +14,7 @@ from brt.tasks.scores import Summary
 
 
 def last_spans(store: TokenStore) -> list[slice]:
-    """Returns the tokens of the last scored span of each document, without an added end token."""
+    """Returns the last range of scored tokens of each document, without an added end token."""
     assert store.spans is not None
     spans = {int(document): slice(int(start), int(stop)) for document, start, stop in store.spans}
     return [spans[document] for document in range(len(store))]

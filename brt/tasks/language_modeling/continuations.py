@@ -40,7 +40,7 @@ class ContinuationScorer:
     def __call__(
         self, variables: Variables, memory: Memory, rows: Sequence[Integer[np.ndarray, " T"]]
     ) -> list[TokenScores]:
-        """The texts, none of which is empty, are read side by side; `memory` has a single lane."""
+        """Returns the scores of each text in `rows` (none is empty); `memory` has one lane."""
         # The number of lanes is a power of two, so that few programs are compiled.
         tokens = np.zeros((1 << (len(rows) - 1).bit_length(), max(map(len, rows))), np.int32)
         for lane, row in zip(tokens, rows, strict=False):
@@ -93,8 +93,8 @@ def _read_and_score(
 ) -> tuple[Memory, Float[Array, "B C"], Bool[Array, "B C"]]:
     """Reads the first `count` tokens, which must fit into the open block.
 
-    Returns the new memory, which does not end a full block, and the scores of the token after each
-    of them.
+    Returns the new memory, in which a full block is not ended yet, and the scores of the token that
+    follows each of the `count` tokens.
     """
 
     def add_token(i: Int[Array, ""], so_far: tuple) -> tuple:

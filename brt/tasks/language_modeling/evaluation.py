@@ -1,15 +1,15 @@
 """Evaluation of language models: bits per token, byte, character and word of whole documents.
 
 Every document of a split is read once from start to end, and caches and states are carried from
-segment to segment. Every token is scored; the first token of a document is predicted from BOS. Of
-pairs, the completions are scored, and may be generated for comparison. Each
-metric is the sum of all nats divided by an exact count. Documents of memory tasks, which ask for
-facts that they have stated before, have further metrics (see `answers`). Language models
-with an end token are also evaluated on the ends of documents. A single text can be
+segment to segment. Every token is scored; the first token of a document is predicted from BOS. If
+documents are pairs of a prompt and a completion, only the completions are scored, and on request
+also generated. Each metric is the sum of all nats divided by an exact count. Documents of memory
+tasks, which ask for facts that they have stated before, have further metrics (see `answers`).
+Language models with an end token are also evaluated on the ends of documents. A single text can be
 scored as one document, and texts are generated during training for people to look at.
 
-In shapes, B is the number of rows of the batch, T the number of tokens of a segment, and N
-the number of its blocks.
+In shapes, B is the number of rows of the batch, T the number of tokens of a segment, and N the
+number of its blocks.
 """
 
 import dataclasses
@@ -92,19 +92,19 @@ _ALONE = "not scored, nor other tokens of prompts"
 
 
 def which(protocol: Mapping[str, Any]) -> str:
-    """Returns a phrase about the tokens that a protocol says are scored."""
+    """Returns a phrase that says which tokens were scored, given the protocol of an evaluation."""
     alone = protocol.get("first_token") == _ALONE
     return "completions alone scored" if alone else "first token scored from BOS"
 
 
 def clause(protocol: Mapping[str, Any]) -> str:
-    """Returns a clause about the ends of documents if a protocol says that they are scored."""
+    """Returns a clause that says that the ends of documents were scored; "" if they were not."""
     scored = protocol.get("ends", "not scored") != "not scored"
     return "ends of documents scored as tokens without bytes, " if scored else ""
 
 
-# A prompt has this number of tokens. A block usually has more tokens, so that the prompt is read
-# token by token, and the program that reads whole blocks need not be compiled.
+# The prompt of a sample has this number of tokens. A block usually has more tokens, so that
+# the prompt is read token by token, and the program that reads whole blocks need not be compiled.
 PROMPT_TOKENS = 32
 # This number is folded into the random key of the run, so that sampling uses other random numbers
 # than dropout.
@@ -132,8 +132,8 @@ class TextScorer:
     def __call__(
         self, variables: Variables, tokens: Int[np.ndarray, " T"]
     ) -> Float[np.ndarray, " T"]:
-        """The text is read in segments of Evaluation.segment_length tokens, the last of which may
-        be shorter, and caches and recurrent states are carried from segment to segment.
+        """Returns the nats of each token. The text is read in segments of Evaluation.segment_length
+        tokens (the last may be shorter); caches and states are carried from segment to segment.
         """
         length, window = self._config.evaluation_segment_length, self._config.model.block_length
         carry, nats = place_like(new_state(self._config.model, 1), variables.params), []
@@ -153,7 +153,7 @@ class TextScorer:
 
 
 def _halved(length: int, block: int, tokens: int) -> int:
-    """Returns the length of a text's last segment: little is padded, and few programs compiled."""
+    """Returns `length`, halved while the remaining `tokens` fit: little padding, few programs."""
     while length % (2 * block) == 0 and tokens <= length // 2:
         length //= 2
     return length
@@ -259,7 +259,7 @@ class DocumentEvaluator:
         )
         readings = 1 + bool(ablate) + request.generate
         self.total = int(self._store.lengths.sum()) * readings
-        # Completions stand at the ends of documents, which are therefore always read.
+        # Completions are at the ends of documents, so documents with completions are read whole.
         self._limit = config.evaluation.tokens_per_document if self._store.spans is None else 0
         self.partial = 0 < self._limit < int(self._store.lengths.max())
         self._answers = answers.answer_spans(self._store, self._tokenizer)
@@ -285,7 +285,7 @@ class DocumentEvaluator:
         return self._with_completions(report, variables, control) if self._generate else report
 
     def _gigaflops(self) -> float:
-        """Returns the mean cost of reading a pair, with the logits of scored tokens alone."""
+        """Returns the mean GFLOPs of reading a pair; only scored tokens need logits."""
         model, store = self._config.model, self._store
         logits = 2 * model.model_dim * model.vocab_size
         read = (forward_flops_per_token(model) - logits) * store.lengths.mean()
@@ -328,7 +328,7 @@ class DocumentEvaluator:
     ) -> str | None:
         """Returns the beginning of the first document and its continuation, separated by "|".
 
-        Of the prompt of a pair, only the end is shown.
+        If the document is a pair, the whole prompt is continued, but only its end is returned.
         """
         sampling, tokenizer = self._config.sampling, self._tokenizer
         prompt = self._store.document(0)[:PROMPT_TOKENS]
@@ -418,7 +418,7 @@ class DocumentEvaluator:
         *,
         part: str | None,
     ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
-        """Reads a segment; if `forgets` is True, `part` of the memory is reset before.
+        """Reads a segment; if `forgets` is True, `part` of the memory is reset first.
 
         The flag is an argument of the program, so that the normal and the ablated pass use the same
         compiled program. Returns the results of `segment_scores`.
@@ -466,7 +466,7 @@ def _evaluation_result(results: list[SplitScores], plots: bool) -> EvaluationRes
 
 
 def _columns(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the metrics of each pass, by the part that the pass reset ("" for no part)."""
+    """Returns the report of each pass, by column title: "", or "without" and the part reset."""
     second = report.get("ablation")
     return {"": report} | ({f"without {second['protocol']['ablate']}": second} if second else {})
 
@@ -498,8 +498,8 @@ def text(report: dict[str, Any]) -> str:
 
 
 def xz_bits_per_byte(store: TokenStore, tokenizer: Tokenizer) -> float | None:
-    """Returns the bits per byte of the compressor `xz -9e`, applied to each document separately, as
-    a baseline; None if the documents are too large, or if the tokens do not reproduce the text.
+    """Returns the bits per byte of `xz -9e` on each document separately, as a baseline; None if the
+    documents are too large or only partly scored, or if the tokens do not reproduce the text.
     """
     total = int(store.bytes.sum())
     if store.spans is not None:

@@ -59,7 +59,7 @@ def teacher_config(config: Config) -> Config:
 
 
 def check_distillation(config: Config) -> None:
-    """Raises ConfigError if there are no weights for the teacher, or if settings do not fit it."""
+    """Raises ConfigError if the teacher has no weights, or if settings do not fit the teacher."""
     window = config.distillation.window
     if not window:
         return
@@ -82,7 +82,7 @@ def student_state(carry: StackState | DistillationCarry) -> StackState:
 
 
 def carry_of(config: Config, make: Callable[[Model], StackState]) -> StackState | DistillationCarry:
-    """Returns what `make` makes of the run's model and, if it has one, of its teacher."""
+    """Returns the result of `make` for the trained model and, with distillation, the teacher."""
     student = make(config.model)
     if not distills(config):
         return student
@@ -90,8 +90,8 @@ def carry_of(config: Config, make: Callable[[Model], StackState]) -> StackState 
 
 
 def split_teacher(model_state: ModelState) -> tuple[ModelState, ModelState]:
-    """Returns the model state of the trained model, and the entry with the teacher's parameters,
-    which is empty if there is no teacher.
+    """Returns the model state of the trained model, and a dict with the entry of the teacher's
+    parameters, {} if there is no teacher.
     """
     own = {name: state for name, state in model_state.items() if name != TEACHER}
     return own, {name: model_state[name] for name in model_state.keys() - own.keys()}

@@ -126,8 +126,8 @@ def _adapter(source: ExportSource, tokenizer: Any, family: str | None) -> Export
 
 
 def _base_note(start: str) -> str:
-    """Returns a note about how to give PEFT the base of adapters, which no directory in Hugging
-    Face's format has. Training began with the model in `start`.
+    """Returns a note about how to give PEFT the base of adapters: the model in `start`, from which
+    training began, and which is not in Hugging Face's format.
     """
     load = "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('BASE'), OUT)"
     if not Path(start).is_dir():
@@ -188,7 +188,7 @@ class LanguageModeling(Task):
         return fill_in_vocabulary(config, self.model, tokenizer, ids)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
-        """Each row of a batch continues with the tokens that follow those of the previous batch."""
+        """Returns a reader in whose batches each row continues the same row of the batch before."""
         t = config.training
         return lanes.lane_reader(
             config.data, evaluation.documents(config, dataset, "train"), batch_size=t.batch_size,
@@ -217,13 +217,13 @@ class LanguageModeling(Task):
         return unrolls_layers(config.model)
 
     def sharded_sizes(self, config: Config) -> DivisibleSizes:
-        """Also has the number of blocks in a segment."""
+        """Also returns the number of blocks in a segment."""
         blocks = config.training.segment_length // config.model.block_length
         entry = ("Training.segment_length / Model.window", blocks)
         return {**super().sharded_sizes(config), "blocks": entry}
 
     def initial_model_state(self, config: Config) -> ModelState:
-        """Also has the parameters of the teacher if the config asks for distillation."""
+        """Also returns the parameters of the teacher if the config asks for distillation."""
         state = new_model_state(config.model)
         if not objective.distills(config):
             return state
@@ -274,7 +274,7 @@ class LanguageModeling(Task):
         return job.inspect(variables, request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns the bits per byte of the compressor xz; None if the data are too large for xz."""
+        """Returns "xz -9e" and its bits per byte; None if unknown or without validation data."""
         held_out = dataset.splits.get("validation")
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return None
@@ -282,7 +282,7 @@ class LanguageModeling(Task):
         return ("xz -9e", xz) if xz else None
 
     def primary_metric(self, dataset: Dataset) -> Metric:
-        """Bits per byte are not defined if the tokenizer loses a part of the text."""
+        """Returns bits per byte, or bits per token if the tokenizer loses a part of the text."""
         lost = any(store.lost_bytes for store in dataset.splits.values())
         return BITS_PER_TOKEN if lost else BITS_PER_BYTE
 

@@ -55,7 +55,7 @@ def start_model_state(model: Model, weights: Weights, initial: ModelState) -> Mo
 
 
 def _layer_states(model_state: ModelState, model: Model) -> dict[tuple[str, int], PyTree[Array]]:
-    """Separates the stacked state of equal layers: a state for each kind and index of a layer."""
+    """Returns the state of each layer, by kind and index of the layer, from stacked states."""
     return {
         (run.kind, layer): jax.tree.map(lambda leaf, i=i: leaf[i], model_state[run.name])
         for run in runs(model)

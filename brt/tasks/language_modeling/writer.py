@@ -21,7 +21,7 @@ LANES, _MOST_BYTES = 16, 1 << 31
 
 
 class _Text:
-    """A text that is written. `ended` is True after an end token, which is not part of the text."""
+    """A text that is generated; `ended` is True after an end token, which the text excludes."""
 
     def __init__(self, tokenizer: Tokenizer, memory: Memory, end_ids: Sequence[int], stop: tuple):
         self._decoder = StreamDecoder(tokenizer, memory.unfinished_bytes()[0])
@@ -35,8 +35,8 @@ class _Text:
         return self.stops.add(self._decoder.decode(ids[~ends]))
 
     def rest(self) -> str:
-        """Returns the characters of a text that no token follows, and in which no stop string was
-        found.
+        """Returns the characters that were held back, when no more tokens follow; not to be called
+        if a stop string was found.
         """
         return self.stops.add(self._decoder.decode([], final=self.ended), final=True)
 
@@ -48,7 +48,7 @@ class TextWriter(Writer):
 
     def __init__(self, session: Session, config: Config, tokenizer: Tokenizer):
         self.session, self._config, self._tokenizer = session, config, tokenizer
-        self._several: dict[int, Session] = {}  # the newest session of several texts, by its lanes
+        self._several: dict[int, Session] = {}  # the newest session for several texts, by lanes
 
     def __call__(self, prompt: Prompt, options: WriteOptions) -> Iterator[str]:
         """Reads a prompt, and yields the continuation in parts, without the prompt.
@@ -149,11 +149,11 @@ class TextWriter(Writer):
             yield tokens[0]
 
     def _rewind(self, before: Memory, tokens: np.ndarray, text: str) -> None:
-        """Gives the session the memory of `text`, the first part of the `tokens` that it has
-        generated.
+        """Gives the session the memory after `text`, with which the text of the generated `tokens`
+        begins.
 
-        The tokens of the part are read again, after the memory `before`. If the part ends within a
-        token, the rest of it is encoded anew.
+        The tokens of `text` are read again, starting from the memory `before`. If `text` ends
+        within a token, its characters after the last whole token are encoded anew.
         """
         decoder = StreamDecoder(self._tokenizer, before.unfinished_bytes()[0])
         count = length = kept = 0

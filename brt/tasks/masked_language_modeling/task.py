@@ -174,9 +174,9 @@ class MaskedEvaluator:
         right: int,
         speed: float | None,
     ) -> EvaluationResult:
-        """Computes the metrics over the masked tokens of all documents together.
+        """Returns the metrics of all documents together (here, D is the number of documents).
 
-        Sums over masked positions are divided by their number, as in training.
+        `right` is the number of correct guesses, and `speed` the number of tokens per second.
         """
         total = int(masked.sum())
         metrics = {
@@ -253,7 +253,7 @@ def token_entropy(tokens: Integer[np.ndarray, " N"] | OnDisk) -> float:
 
 
 def fill_masks(tokenizer: Tokenizer, tokens: np.ndarray, predictions: Predictions) -> str:
-    """Returns a text with masked tokens shown as [guess], or as [guess|token] if it is wrong."""
+    """Returns a text with masked tokens shown as [guess], or as [guess|token] if wrong."""
     positions = predictions.positions[predictions.scored].tolist()
     guesses = dict(zip(positions, predictions.guesses[predictions.scored].tolist(), strict=True))
     parts, start = [], 0
@@ -323,8 +323,8 @@ class MaskedLanguageModeling(EncoderTask):
         return total, Aux(nats, count_scored(tokens.scored))
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """The baseline is the entropy of the frequencies of tokens in the validation data, in bits:
-        a model that knows only these frequencies would need so many bits per token.
+        """The baseline is the entropy of the frequencies of tokens in the validation data, the bits
+        per token of a model that knows only these frequencies.
         """
         held_out = dataset.splits.get("validation")
         if not held_out:

@@ -18,9 +18,9 @@ from brt.errors import DataError
 
 _KINDS = {2: "ADPCM", 3: "floats", 6: "A-law", 7: "mu-law", 0x11: "ADPCM", 0x31: "GSM", 0x55: "MP3"}
 _PCM, _EXTENSIBLE = 1, 0xFFFE
-# The end of the identifier of a kind in an extensible header; the kind's number comes before it.
+# The end of the GUID of a format in an extensible WAV header; the format's tag comes before it.
 _SUFFIX = bytes.fromhex("000000001000800000aa00389b71")
-# Programs that write to a pipe do not know the size. They write a size from this number on, or 0.
+# Programs that write to a pipe do not know the size. They write 0, or a size of at least this.
 _STREAMED = 0x7FFFF000
 _CONVERT = "convert it, for example with `ffmpeg -i IN.wav -ac 1 -c:a pcm_s16le OUT.wav`"
 LOWEST_HZ = 20.0

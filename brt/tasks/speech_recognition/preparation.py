@@ -74,7 +74,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: Path) -> "Vocabulary":
-        """Raises DataError if the file is missing or damaged."""
+        """Returns the vocabulary in a file; raises DataError if it is missing or damaged."""
         try:
             saved = untrusted.read_json(path, {"unit": Unit, "tokens": [str]})
             return cls(saved["unit"], saved["tokens"])
@@ -316,7 +316,7 @@ class SpeechPreparation(RowPreparation):
         return utterance
 
     def _speaker_moments(self, split: str) -> dict[str, Moments]:
-        """Returns the moments of the speakers of a split, if the config normalises by speaker."""
+        """Returns the moments by speaker; {} if Speech.normalization is not "speaker"."""
         if self.section.normalization != "speaker":
             return {}
 

@@ -84,7 +84,7 @@ def hashes(names: Sequence[str]) -> list[FileHash]:
 
 
 def left_out(name: str) -> str:
-    """Names the files of a directory that are not read in a sentence; "" if all are read."""
+    """Returns a sentence that names the files of a directory that are not read; "" if none."""
     path = Path(name)
     return sources.left_out(name, (), kaldi_files(path)) if path.is_dir() else ""
 
@@ -172,7 +172,7 @@ def parse_table(source: str) -> tuple[Path, str]:
 
 
 def table_recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
-    """Yields the utterances of a table, to whose directory the paths of wav files are relative."""
+    """Yields the utterances of a table; paths of wav files are relative to its directory."""
     table, _ = parse_table(source)
     for row in table_rows(source):
         path = table.parent / row["file"]
@@ -236,7 +236,7 @@ def kaldi_files(directory: Path) -> list[Path]:
 
 
 def locations(directory: Path) -> tuple[bool, dict[str, str]]:
-    """Returns True if the directory has a feats.scp, and the place of each utterance, by its id.
+    """Returns a pair: True if the directory has a feats.scp, and the utterances' places by id.
 
     A place is ARCHIVE:POSITION (a byte offset in an archive of features) if there is a feats.scp,
     otherwise the path of a wav file, from wav.scp.

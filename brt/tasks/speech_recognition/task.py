@@ -102,7 +102,7 @@ class TranscriptEvaluator(HeadEvaluator):
     def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
         """Computes the metrics of all utterances together.
 
-        `outputs` has the results of `forward` by row index, and `seconds` is the time spent there.
+        `outputs` has the results of `forward` by row index, and `seconds` is the time that it took.
         Error rates are the fewest edits of tokens or words, in percent of the reference. Bits are
         -log2 p of the transcripts, with p summed over all alignments (CTC), per token and per UTF-8
         byte. Tokens that do not occur in training are scored as the unknown token.
@@ -137,7 +137,7 @@ class TranscriptEvaluator(HeadEvaluator):
     def _transcript(
         self, row: int, log_probs: Float[np.ndarray, "X C"], nats: float
     ) -> dict[str, Any]:
-        """Returns the true transcript (reference) and the decoded one (hypothesis), as JSON."""
+        """Returns the true transcript (reference), the decoded one and its errors, as JSON."""
         log_probs = log_probs[: int(self.store.lengths[row])]
         beams, vocabulary = self.section.beams, self.dataset.tokenizer
         best = ctc.greedy(log_probs)
@@ -270,7 +270,7 @@ class SpeechRecognition(EncoderTask):
         return super().evaluator(request)
 
     def units_per_token(self, config: Config, dataset: Dataset) -> float:
-        """Mean number of UTF-8 bytes per token of the training transcripts."""
+        """Returns the mean number of UTF-8 bytes per token of the training transcripts."""
         train = dataset.split("train")
         return train.transcript_bytes / max(len(train.targets.values), 1)
 

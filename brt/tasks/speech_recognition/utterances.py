@@ -38,8 +38,8 @@ class Recording(NamedTuple):
     id: str
     speaker: str
     transcript: str
-    # Reads the features [X, F], numbers of any type, and the sample rate in Hz or 0. Raises
-    # DataError if the file is invalid.
+    # Reads the features [X, F], numbers of any type, and the sample rate in Hz (0 without audio).
+    # Raises DataError if the file is invalid.
     load: Callable[[], tuple[np.ndarray, int]]
 
     def read(self) -> Utterance:

@@ -179,7 +179,7 @@ def _write_texts(
 
 
 def _cuts(columns: Mapping[str, Any], name: str) -> dict[str, int]:
-    """Counts the rows and tokens that were cut, of the documents or of the summaries."""
+    """Returns counts of the rows and tokens that were cut; `name` is "source" or "target"."""
     uncut = columns[f"{name}_uncut"]
     cut = uncut - np.diff(columns[name])
     return {

@@ -118,7 +118,7 @@ def json_array(path: Path) -> Iterator[Any]:
 
 
 def pair_example(pair: Pair | BadRow) -> Example | BadRow:
-    """Returns a pair as an example, whose key is the name of the row, which is unique."""
+    """Returns a pair as an example with the row's name as its key; a BadRow stays as it is."""
     if isinstance(pair, BadRow):
         return pair
     return Example(

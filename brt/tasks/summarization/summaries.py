@@ -110,7 +110,7 @@ class Summarizer:
     ) -> list[Summary] | None:
         """Returns the summary of each document in order; None if `control` stopped the generation.
 
-        If `limit` is above 0, only the first documents are summarised, in one batch.
+        If `limit` is above 0, at most this number of documents are summarised, in one batch.
         """
         summaries: dict[int, Summary] = {}
         for batch in PairReader.evaluation(
@@ -180,7 +180,7 @@ class SummaryWriter(Writer):
         self._summarizer = cache(self._new_summarizer)
 
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
-        """The summary has at most `options.max_tokens` tokens, including the end token."""
+        """Yields a summary of at most `options.max_tokens` tokens, including the end token."""
         config, count = self._config, options.max_tokens
         if count == 0:
             return

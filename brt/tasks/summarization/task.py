@@ -164,7 +164,7 @@ class SummaryEvaluator:
         One program is compiled for each padded length of documents.
         """
         config, store = self._config, self._store
-        nats = np.zeros(len(store) + 1)  # The last one is that of empty rows.
+        nats = np.zeros(len(store) + 1)  # The last entry is for empty rows, whose index is -1.
         for batch in PairReader.evaluation(
             store,
             batch_size=rules.round_up("lanes", config.evaluation.batch_size),
@@ -194,7 +194,7 @@ class SummaryEvaluator:
         return jnp.where(batch.scored, scores.nats, 0.0)
 
     def _gigaflops(self) -> float | None:
-        """Returns the cost of the forward pass of a pair of mean lengths."""
+        """Returns the GFLOPs of the forward pass of a pair of mean lengths; None if unknown."""
         lengths = (
             round(float(np.mean(x.lengths))) for x in (self._store.source, self._store.target)
         )
@@ -320,12 +320,12 @@ class Summarization(Task):
         return learned_scalars
 
     def primary_metric(self, dataset: Dataset) -> Metric:
-        """Bits per byte are not defined if the tokens of summaries do not reproduce their text."""
+        """Returns bits per byte, or bits per token if the tokens do not reproduce the summaries."""
         store = dataset.splits.get("validation") or dataset.split("train")
         return BITS_PER_BYTE if is_lossless(store, dataset.tokenizer) else BITS_PER_TOKEN
 
     def units_per_token(self, config: Config, dataset: Dataset) -> float:
-        """Mean number of bytes of summary text per scored token in the training data."""
+        """Returns the mean number of bytes of a summary per scored token in the training data."""
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
         train = dataset.split("train")

@@ -28,7 +28,7 @@ class PairTokenizer:
     name: str  # value of Data.tokenizer, without directories
     fingerprint: str
     content: bytes = dataclasses.field(repr=False)  # content of the tokenizer's file
-    # The content of the files beside it, by name, which are kept with it.
+    # The content of further files, by name, that are kept with the tokenizer's file.
     beside: Mapping[str, bytes] = dataclasses.field(repr=False, default_factory=dict)
     # Number of ids. A pretrained checkpoint may have more, because its embedding can have padding
     # rows and the 100 extra ids of T5, which are not in spiece.model.
@@ -40,7 +40,7 @@ class PairTokenizer:
     # Id that stands for text which cannot be encoded; -1 if the tokenizer has no such id, and for
     # every tokenizer.json, in which the id is not looked up.
     unk_id: int = -1
-    # From texts to the ids of each text, and from ids to their text; both without special ids.
+    # Functions that return the ids of each text, and the text of ids; both without special ids.
     encode_all: Callable[[list[str]], list[Any]] = dataclasses.field(repr=False)
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
 

@@ -194,7 +194,7 @@ class SentenceStore(RowStore):
         """Returns the store with the labels in another order, and possibly with additional labels.
 
         The targets of the result are indices into `labels`. When a model is evaluated, the order of
-        `labels` must be the order of the model's outputs. Raises ConfigError if `labels` lacks one.
+        `labels` must be the order of the model's outputs. Raises ConfigError if a label is missing.
         """
         if tuple(labels) == self.labels:
             return self

@@ -61,8 +61,8 @@ class SentenceEvaluator(HeadEvaluator):
     def score(self, order: list[int], predictions: Float[np.ndarray, "N C"]) -> HeadResult:
         """Compares the predictions with the true labels or numbers in the store.
 
-        The result has the metrics that need only these, and each prediction. `order` has the index
-        in the store of each row of `predictions`.
+        The result has each prediction, and the metrics that are computed from predictions alone.
+        `order` has the index in the store of each row of `predictions`.
         """
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:

@@ -141,8 +141,8 @@ def read(config: Mapping[str, Any], choice: WindowChoice) -> tuple[Model, dict[s
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the entries of config.json that describe the decoder: those of the text part, if it
-    is a model of texts and images that has a decoder of a known family.
+    """Returns the entries of config.json that describe the decoder: those of `text_config`, if a
+    model also reads images and its decoder is of a known family; otherwise all.
     """
     part = config.get("text_config")
     if not isinstance(part, dict) or part.get("model_type") not in FAMILIES:
@@ -160,13 +160,13 @@ def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Returns the entries of config.json, with those that transformers' class assumes."""
+    """Returns the entries of config.json and what transformers' class assumes for missing keys."""
     fields, given = family.all_fields(), _without_nulls(config)
     heads, width = (given.get(fields[f"Model.{name}"], 0) for name in ("heads", "model_dim"))
     usual = {
         "num_key_value_heads": heads, "head_dim": width // max(heads, 1), "n_inner": 4 * width,
     }  # fmt: skip
-    # Without a number, logits are not capped, and there is no window.
+    # The value null means no soft cap or no window, whatever the family's defaults are.
     off = {name: 0.0 for name in fields.values() if name in config and "softcap" in name}
     aliased = {name: given[other] for name, other in family.aliases.items() if other in given}
     keys = {**usual, **DEFAULTS, **family.defaults, **off, **aliased, **given}
@@ -195,7 +195,7 @@ def end_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
 
 
 def same_activation(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the entry of `theirs` that names the activation that `ours` calls by another name."""
+    """Returns the entry of `theirs` for the activation, or {} if `ours` has another activation."""
     names = "hidden_act", "hidden_activation", "activation_function"
     return {
         name: theirs[name]
@@ -288,7 +288,7 @@ def family_of(model: Model, preferred: str | None = None) -> str | None:
 
 
 def _can_state(family: Family, model: Model) -> bool:
-    # Returns True if the keys of the family can express those settings that differ in a family.
+    # Returns True if the keys of the family can express the settings that its models may choose.
     keys, own, scalar = family.keys, _own_windows(model), _query_scalar(model)
     bias, fixed = model.attention.bias, family.settings.get("SelfAttention.bias")
     fields, learned = family.all_fields(), model.positions == "learned"
@@ -305,7 +305,7 @@ def _can_state(family: Family, model: Model) -> bool:
         and (not own or (len(own) == 1 and "layer_types" in keys))
         and (learned or rotary.can_state(model, family))
         and (not own or not model.rotary.local_base or family.rope_by_layer)
-        # Without layer_types, all layers of a family with a window have it.
+        # Without layer_types, a family whose class assumes a window has it in all layers.
         and (
             _is_cut(model)
             or "sliding_window" not in keys
@@ -325,17 +325,17 @@ def is_same_function(model: Model, family: str) -> bool:
 
 
 def _is_cut(model: Model) -> bool:
-    # All layers have a window below the context, and there are no sinks.
+    # Returns True if all layers have a window below the context, and there are no sinks.
     return 0 < model.window < model.rotary.context and not model.sliding.sinks
 
 
 def _own_windows(model: Model) -> set[int]:
-    # The windows that layers were trained with if the other layers have none.
+    # Returns the windows of layers that were trained with one, unlike the other layers.
     return {model.windows[i] for i in range(model.layers) if model.has_own_window(i)}
 
 
 def _query_scalar(model: Model) -> float:
-    # Gemma's query_pre_attn_scalar is a whole number in configs of transformers.
+    # Returns query_scale ** -2 (Gemma's query_pre_attn_scalar) without small rounding errors.
     scale = model.attention.query_scale or model.head_dim**-0.5
     return round(scale**-2, 6)
 
@@ -351,7 +351,7 @@ def to_theirs(model: Model, bos_id: int, name: str) -> dict[str, Any]:
         theirs: values[ours] for ours, theirs in family.all_fields().items() if ours in values
     }
     fields |= {x: values[ours] or None for ours, x in family.fields.items() if "softcap" in x}
-    if fields.get("n_inner") == 4 * model.model_dim:  # GPT-2 says so without a number.
+    if fields.get("n_inner") == 4 * model.model_dim:  # In GPT-2, null stands for this.
         fields["n_inner"] = None
     settings = {
         "architectures": [family.name], "model_type": name, **fields,

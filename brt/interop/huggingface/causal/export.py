@@ -63,7 +63,7 @@ def to_adapter(
 
     Args:
       changed: the factors of the adapters, and other trained parameters.
-      base: the directory of the model that was trained, in Hugging Face's format; or "".
+      base: the directory or hub name of the original model in Hugging Face's format, or "".
       trained: the model with the adapters added.
       family: the family that `family_of` returned for the model.
     """
@@ -120,8 +120,8 @@ def _adapter_arrays(
 
 
 def _adapter_config(adapter: Adapter, arrays: Arrays, base: str) -> dict[str, Any]:
-    # Returns the content of adapter_config.json for the result of `_adapter_arrays`. `base` is the
-    # directory of the trained model in Hugging Face's format, or "".
+    # Returns the content of adapter_config.json for `arrays`, the result of `_adapter_arrays`. For
+    # `base`, see `to_adapter`.
     names = [name.removeprefix(reading.PREFIX) for name in arrays]
     factors = [match[1] for name in names if (match := reading.FACTOR.fullmatch(name))]
     whole = {name.rpartition(".")[0] for name in names if not reading.FACTOR.fullmatch(name)}

@@ -22,9 +22,9 @@ class Fused(NamedTuple):
     """A module whose matrix consists of the matrices of several of Llama's modules.
 
     Attributes:
-      name: the name of the module, in a layer.
-      parts: Llama's names of the modules.
-      by_head: True if the rows of each head are together, with those of all parts.
+      name: the name of the module within a layer.
+      parts: the names of Llama's modules within a layer.
+      by_head: True if the rows of all parts for one head come before those for the next head.
     """
 
     name: str
@@ -44,15 +44,15 @@ class Family(NamedTuple):
         has. A key in `fields` need not be repeated.
       fields: keys by brt's setting, where they differ from `FIELDS`; "" for a setting that has no
         key, because `settings` or the number of heads say it.
-      required: keys whose other values ask for a part that brt does not have.
-      names: parts of names of arrays by those in Llama's names.
+      required: the only value of a key that brt supports, by the key.
+      names: parts of the family's names of arrays by the parts of Llama's names that they replace.
       fused: modules that stand for several of Llama's modules.
       transposed: True if matrices are stored as [in, out].
       ignored: parts of names of arrays that are no parameters of the decoder.
       rope_by_layer: True if layers with a window have rotary positions of their own.
-      scalings: names of scalings of rotary positions, where they differ from the usual ones.
-      aliases: names that other files have for keys, by these keys.
-      joined_experts: True if an array has the matrices [in, out] of all experts of a layer.
+      scalings: the usual names of scalings of rotary positions by the family's, if they differ.
+      aliases: the other name that some files have for a key, by the key.
+      joined_experts: True if one array has the matrices [in, out] of all experts of a layer.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Family(NamedTuple):
     joined_experts: bool = False
 
     def all_fields(self) -> dict[str, str]:
-        """Returns the key of config.json of each setting that is one key in this family."""
+        """Returns the key of config.json by setting, for settings that a key alone determines."""
         return {ours: key for ours, key in {**FIELDS, **self.fields}.items() if key}
 
     def fixed(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Family(NamedTuple):
         return {name: x(values) if callable(x) else x for name, x in own.items()}
 
 
-# These settings have the same keys in most families, and in exports with their own code.
+# These settings have the same keys in most families, and in exports with brt's PyTorch code.
 FIELDS = {
     "Model.layers": "num_hidden_layers", "Model.model_dim": "hidden_size",
     "Model.heads": "num_attention_heads", "Model.head_dim": "head_dim",
@@ -138,8 +138,8 @@ _EXPERTS = {
     "MLP.bias": "",
 }  # fmt: skip
 _QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-# The keys are values of model_type. A model that did not come from a directory is exported as the
-# first family that has all of its settings.
+# The keys are values of model_type. A model that was not converted from a family is exported as the
+# first that has all of its settings.
 FAMILIES: dict[str, Family] = {
     "mistral": Family(
         "MistralForCausalLM",
@@ -300,7 +300,7 @@ FAMILIES: dict[str, Family] = {
 def llama_arrays(arrays: Arrays, family: Family, heads: int, key_heads: int) -> dict[str, Any]:
     """Returns the arrays of a checkpoint by the names and in the layout of Llama.
 
-    Raises CheckpointError if a matrix that stands for several cannot be divided into them.
+    Raises CheckpointError if a fused matrix cannot be divided into its parts.
     """
     found, result = _with_transposed(arrays, family), {}
     found = dict(_separate_experts(found)) if family.joined_experts else found
@@ -317,7 +317,7 @@ def llama_arrays(arrays: Arrays, family: Family, heads: int, key_heads: int) -> 
 
 
 def own_arrays(arrays: Arrays, family: Family, heads: int) -> dict[str, np.ndarray]:
-    """Returns arrays by Llama's names in the names and in the layout of a family."""
+    """Returns arrays with Llama's names and layout in the names and in the layout of a family."""
     result: dict[str, np.ndarray] = {}
     arrays = _joined_experts(arrays) if family.joined_experts else arrays
     for name, array in arrays.items():
@@ -369,7 +369,7 @@ def _separate_experts(arrays: Arrays) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _joined_experts(arrays: Arrays) -> dict[str, np.ndarray]:
-    # Inverts `_separate_experts`. The experts of a layer come in their order.
+    # Inverts `_separate_experts`. The experts of a layer must be in the order of their indices.
     result: dict[str, np.ndarray] = {}
     rows: dict[tuple[str, ...], list[np.ndarray]] = {}
     for name, array in arrays.items():
@@ -388,7 +388,7 @@ def _joined_experts(arrays: Arrays) -> dict[str, np.ndarray]:
 
 
 def _with_transposed(arrays: Arrays, family: Family) -> dict[str, np.ndarray]:
-    # The matrices of layers, not those of embeddings.
+    # Only the matrices of layers are transposed, not those of embeddings.
     layers = f"{family.names.get('model.layers', 'model.layers')}."
     return {
         name: x.T if family.transposed and x.ndim == 2 and name.startswith(layers) else x
@@ -405,7 +405,7 @@ def _split(
             array.reshape(heads, -1, *array.shape[1:]) if len(array) % heads == 0 else array[None]
         )
     else:
-        # The parts of attention are as long as their heads, and those of an MLP equally long.
+        # Three parts are queries, keys and values, with rows by heads; two parts are equally long.
         shares = [heads, key_heads, key_heads] if len(fused.parts) == 3 else [1] * len(fused.parts)
         rows = array[None]
     if rows.shape[1] % sum(shares):

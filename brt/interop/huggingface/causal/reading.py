@@ -33,14 +33,14 @@ _STRUCTURE = {
     "peft_type": str, "r": int, "lora_alpha": int | float, "use_rslora?": bool | None,
     "base_model_name_or_path?": str | None, "init_lora_weights?": bool | str | None,
 }  # fmt: skip
-# These keys do not change what an adapter computes, or show in the names and shapes of its arrays.
+# Keys that brt reads, that have no effect, or whose effect shows in names and shapes of arrays.
 _SILENT = {
     *(name.removesuffix("?") for name in _STRUCTURE), "auto_mapping", "bias", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core",
     "modules_to_save", "peft_version", "qalora_group_size", "rank_pattern", "revision",
     "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
-# With other initial values, PEFT also changes the matrices of the base.
+# With other values of init_lora_weights, PEFT also changes the matrices of the base.
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 _SAMPLING = ("temperature", "top_k", "top_p")
 _ADAPTER = (CONFIG, FILE)
@@ -132,7 +132,7 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
 def _known_ends(
     ids: tuple[int, ...], known: int, directory: Path
 ) -> tuple[tuple[int, ...], list[str]]:
-    # Only ids of the tokenizer are generated, so a text could not end with another id.
+    # Returns the ids that can be generated, which are below `known`, and a note on the others.
     ends = tuple(i for i in ids if i < known)
     others = ", ".join(str(i) for i in ids if i >= known)
     if others and not ends:
@@ -269,7 +269,7 @@ def _product(name: str, pair: Mapping[str, np.ndarray], described: Mapping[str, 
 
 
 def _describe_adapter(directory: Path) -> dict[str, Any]:
-    # Checks adapter_config.json: no key may ask for what brt does not compute.
+    # Returns the content of adapter_config.json; no key may ask for what brt does not compute.
     path = directory / CONFIG
     content = files.read_json(path)
     kind = content.get("peft_type")

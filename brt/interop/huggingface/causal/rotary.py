@@ -50,8 +50,8 @@ def _linear(scaling: Mapping[str, Any], c: _Context) -> Scaling:
 
 
 def _llama3(scaling: Mapping[str, Any], c: _Context) -> Scaling:
-    # The angles of pairs with fewer turns than `low` in the original context are divided by the
-    # factor, those with more than `high` turns by 1, and all others by a number in between.
+    # The angles of channel pairs with fewer turns than `low` in the original context are divided by
+    # the factor, those with more than `high` turns by 1, and all others by a number in between.
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     if not 0 < low < high:
         raise CheckpointError(
@@ -87,7 +87,7 @@ def _yarn(scaling: Mapping[str, Any], c: _Context) -> Scaling:
 
 
 def _longrope(scaling: Mapping[str, Any], c: _Context) -> Scaling:
-    # LongRoPE (Ding et al. 2024) has divisors for each pair, others up to the original context.
+    # LongRoPE (Ding et al. 2024) has one list of divisors for short and one for long contexts.
     name = "long_factor" if c.window > c.original else "short_factor"
     divisors, of_attention = scaling[name], scaling.get("attention_factor")
     if len(divisors) != c.channels // 2 or min(divisors) <= 0:
@@ -123,7 +123,7 @@ _SCALINGS: dict[str, tuple[_Read, tuple[str, ...]]] = {
 def settings(
     keys: Mapping[str, Any], family: Family, *, head_dim: int, layers: int, window: int
 ) -> dict[str, Any]:
-    """Returns the settings `Rotary` of a config.json, but for those that are one key."""
+    """Returns the settings of the section Rotary that do not have a key of their own."""
     parameters, scaling = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
     local = parameters.get(LOCAL, {})
     parameters = parameters.get(GLOBAL, parameters)
@@ -151,8 +151,8 @@ def settings(
 
 
 def notes(keys: Mapping[str, Any]) -> list[str]:
-    """Returns notes about scalings of config.json that depend on the length of a text, which brt
-    does not scale anew as a text grows.
+    """Returns notes about scalings of config.json that depend on the length of a text; in brt, they
+    do not change while a text grows.
     """
     parameters, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
     parameters = parameters.get(GLOBAL, parameters)
@@ -205,7 +205,7 @@ def _scaling(scaling: Mapping[str, Any], family: Family, context: _Context) -> S
             raise CheckpointError(f"config.json: {name} = {scaling[name]} must be above 0")
     try:
         return read(scaling, context)
-    except (ArithmeticError, ValueError) as error:  # Logarithms and quotients of such numbers.
+    except (ArithmeticError, ValueError) as error:  # Numbers without a logarithm or quotient.
         raise CheckpointError(
             f"config.json: the rope scaling {kind!r} cannot be computed from a base of "
             f"{context.base}, contexts of {context.original} and {context.length} tokens and "
@@ -240,7 +240,7 @@ def can_state(model: Model, family: Family) -> bool:
 
 
 def _is_full(model: Model) -> bool:
-    # Phi-3 has no scaling but LongRoPE, with a divisor for each pair.
+    # Returns True if there is a divisor for each pair, as in LongRoPE, the only scaling of Phi-3.
     return len(model.rotary.divisors) == (model.rotary.channels or model.head_dim) // 2
 
 

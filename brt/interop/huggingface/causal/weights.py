@@ -139,7 +139,7 @@ def plain_names(arrays: Arrays, family: Family) -> dict[str, np.ndarray]:
 
 
 def _drop_copy(arrays: dict[str, np.ndarray], model: Model) -> None:
-    # Files of tied models may have a copy of the embedding under the name of this matrix.
+    # Deletes lm_head.weight in files of tied models, where it is a copy of the embedding.
     head, embedding = (arrays.get(f"{_TOP[name]}.weight") for name in ("output", "embedding"))
     if not model.embedding.tied or head is None:
         return

@@ -146,7 +146,7 @@ class Layer(nn.Module):
 
     def _attend(self, x, h, state, feedback, places):
         own = Memory(self._project(h, "k"), self._project(h, "v"))
-        if self.config.null_keys:  # The keys before a text are zeros, and so is its padding.
+        if self.config.null_keys:  # Keys and values before a text and of padding are 0.
             own = Memory(*(z * (places >= 0)[..., None, None] for z in own))
         keys = torch.cat([state.keys, own.keys], dim=1)
         values = torch.cat([state.values, own.values], dim=1)
@@ -169,7 +169,7 @@ class Layer(nn.Module):
         """Returns attention [B, T, H, K] to the window, the sinks and the memory of past tokens."""
         config, near, length = self.config, 0 if self.config.attend_to_self else 1, places.shape[1]
         count, farthest = state.keys.shape[1], self.window - 1 + near
-        # Columns of keys have the same distances in all texts, but not the same places.
+        # A column of keys has the same distance from queries in all texts, but different places.
         columns = torch.arange(count, device=queries.device)
         distances = columns[-length:, None] - columns
         of_keys = (places[:, -1:] - count + 1 + columns)[:, None]
@@ -206,9 +206,9 @@ class Layer(nn.Module):
         return rotate(x, places, self.speeds, self.rotary_factor) if self.speeds else x
 
     def end(self, state, position):
-        """Returns the LayerState after tokens, of which `position` [B] were read: keys and values
-        that no later token sees are dropped, and the state vectors of a recurrent layer are updated
-        in texts whose block has ended."""
+        """Returns the LayerState after `position` [B] tokens of each text: keys and values that no
+        later token sees are dropped from `state`, and the state vectors of a recurrent layer are
+        updated in texts whose block has ended."""
         if not self.attends:
             return state
         config, in_block = self.config, position % self.config.block
@@ -269,7 +269,7 @@ class Decoder(nn.Module):
             state = State(layers, none if padding is None else none - padding)
         pieces = []
         while input_ids.shape[1]:
-            # State vectors are updated where a text has a full block; else only memory is saved.
+            # Pieces save memory. With state vectors, no piece crosses the end of a text's block.
             left = self.config.block - state.position % self.config.block
             count = int(left.min() if "recurrent" in self.config.kinds else left.max())
             piece, input_ids = input_ids[:, :count], input_ids[:, count:]
@@ -284,7 +284,7 @@ class Decoder(nn.Module):
             last = max(i for i, kind in enumerate(config.kinds) if kind == "recurrent")
             feedback = state.layers[last].memory
         places = state.position[:, None] + torch.arange(x.shape[1], device=x.device)
-        if config.learned_positions:  # A block takes the first positions.
+        if config.learned_positions:  # Positions are those in the block.
             x = x + self.positions[places % config.block].to(x)
         vectors, position = [x], state.position + x.shape[1]
         for layer, layer_state in zip(self.layers, state.layers, strict=True):

@@ -59,8 +59,8 @@ _LINEAR_OF_MEMORY = {
     **{name: _LINEAR[name] for name in ("queries", "keys", "values", "output")},
     "gate": "g_proj", "strength": "b_proj", "step": "a_proj",
 }  # fmt: skip
-# The exported model reads a text of any length; a number of tokens is stated, because programs read
-# texts in pieces without it.
+# The exported model reads texts of any length. config.json states this maximum, because programs
+# would otherwise read texts in pieces.
 _LONGEST = 2**20
 # These parameters of brt are not exported. The arrays `bias`, `scale` and `cross_scale`, which are
 # computed from these parameters, are exported in their place.

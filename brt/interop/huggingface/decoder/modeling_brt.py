@@ -35,7 +35,7 @@ if not __package__:
     __package__ = "brt_" + str(Path(__file__).parent.resolve()).encode().hex()
     sys.modules[__package__] = ModuleType(__package__)
     sys.modules[__package__].__path__ = [str(Path(__file__).parent)]
-    __spec__ = None  # type: ignore[assignment]  # It names no package, and Python would warn.
+    __spec__ = None  # type: ignore[assignment]  # It names no package, so Python would warn.
 
 from .decoder_brt import Decoder, State, select  # noqa: E402 (the package has to exist)
 
@@ -56,7 +56,7 @@ def load(directory, dtype=torch.float32):
 
 
 def count_padding(mask):
-    """Returns how many ids [B] precede each text by the mask [B, T], which is 0 for padding."""
+    """Returns the numbers [B] of padding ids before the texts; the mask [B, T] is 0 for padding."""
     padding = (mask.cumsum(dim=1) == 0).sum(dim=1)
     if (mask[:, 0].long() + (mask.long().diff(dim=1) > 0).sum(dim=1) > 1).any():
         raise ValueError("attention_mask is 0 within a text; only padding around texts is known")
@@ -148,7 +148,7 @@ if PreTrainedModel is not None:
         def generate(self, inputs=None, generation_config=None, **options):
             """Returns what transformers' `generate` returns for the same arguments."""
             kept = getattr(generation_config or self.generation_config, "guidance_scale", None)
-            # For guidance, transformers reads another prompt, too, with its own cache, not `state`.
+            # For guidance, transformers reads a second prompt, whose `state` it would not keep.
             if options.get("guidance_scale", kept) not in (None, 1):
                 raise ValueError("guidance_scale is not supported; remove it")
             return super().generate(inputs, generation_config, **options)
@@ -156,8 +156,8 @@ if PreTrainedModel is not None:
         def prepare_inputs_for_generation(
             self, input_ids, state=None, attention_mask=None, continues=False, **options
         ):
-            """Returns the arguments of `forward`: `state` has read all ids but the last if
-            `continues`, otherwise none of them."""
+            """Returns the arguments of `forward`. If `continues`, `state` is that after all ids but
+            the last; otherwise, it is that before all ids, or None."""
             if continues:
                 input_ids, attention_mask = input_ids[:, -1:], None
             elif (

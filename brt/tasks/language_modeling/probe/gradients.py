@@ -44,9 +44,9 @@ def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> d
       not_finite  names of parameters with a gradient that is not finite
       states      an entry for every layer with a recurrent state. Its `blocks` has, for each
                   block n, the norm of the gradient of the nats of block n with respect to the
-                  layer's state before the segment. Its `through` has the norm that a gradient of
-                  norm 1 at the layer's state after the segment has when it has flowed back to
-                  the layer's state before the segment.
+                  layer's state before the segment. Its `through` has the norm, at the layer's
+                  state before the segment, of a gradient that has the norm 1 at the layer's state
+                  after the segment.
       verdict     a sentence that sums up the other entries
     """
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=0.0))
@@ -136,7 +136,7 @@ def _state_reach(
         return {}, {}
 
     def read(states: States) -> tuple[Float[Array, " N"], States]:
-        """Returns the nats of the first row's blocks, and its recurrent states after them."""
+        """Returns the nats of the blocks of the first row, and the row's states after them."""
         state = with_states(config.model, carried, states)
         nats, after = block_nats(config, variables, state, batch)
         return nats[0], jax.tree.map(lambda x: x[0], layer_states(config.model, after))

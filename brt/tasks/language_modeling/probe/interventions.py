@@ -47,11 +47,11 @@ class InterventionResult:
     """Scores of every block that was read. Arrays are [B, M]: M consecutive blocks of B rows."""
 
     segment_blocks: int  # number of blocks in a segment
-    # Index of the block's document, -1 for padding and for blocks that do not count.
+    # Index of the block's document, -1 for padding and for blocks of the donor.
     document: np.ndarray
     position: np.ndarray  # number of tokens of the document before the block
     tokens: np.ndarray  # number of scored tokens in the block
-    bytes: np.ndarray  # number of bytes of these tokens
+    bytes: np.ndarray  # number of bytes of the scored tokens
     # True if the block counts for the "shuffled" intervention: the memory was taken from another
     # row, or the segment begins a document and thus needs no memory. Otherwise False, because there
     # was no other row to take the memory from.
@@ -61,7 +61,7 @@ class InterventionResult:
     states: dict[int, dict[str, float]]
 
     def bits_per_byte(self, intervention: Intervention | None, where: np.ndarray) -> float:
-        """Returns the bits per byte of some blocks; None stands for the unchanged model."""
+        """Returns the bits per byte of the blocks that `where` marks; None: the unchanged model."""
         return float(self.nats[intervention][where].sum() / math.log(2) / self.bytes[where].sum())
 
     def counted(self, intervention: Intervention) -> np.ndarray:
@@ -80,7 +80,7 @@ class InterventionResult:
         return self._error(self.nats[None] - mean * self.bytes, where)
 
     def _error(self, nats: np.ndarray, where: np.ndarray) -> float:
-        """Returns the standard error of summed nats in bits per byte; segments are the samples."""
+        """Returns the standard error of summed nats in bits per byte over segments; inf for one."""
         segments = np.where(where, nats, 0.0).reshape(-1, self.segment_blocks).sum(1)
         segments = segments[where.reshape(-1, self.segment_blocks).any(1)]
         if len(segments) < 2:
@@ -144,7 +144,7 @@ def evaluate_interventions(
 
 
 class _Streams:
-    """The carried states of the unchanged model (None) and of each intervention."""
+    """The carried states of the unchanged model (key None) and of each intervention."""
 
     def __init__(self, config: Config, variables: Variables, lanes: int):
         self._config, self._variables = config, variables
@@ -263,7 +263,7 @@ def _block_indices(document: np.ndarray) -> np.ndarray:
 
 
 def _with_donor(store: TokenStore, donor: TokenStore) -> TokenStore:
-    """Returns a store with the only document of `store` and the longest one of `donor`."""
+    """Returns `store` with a second document: the longest of `donor`, cut to the first's length."""
     longest = int(np.argmax(donor.lengths))
     only, other = store.document(0), donor.document(longest)
     changes: dict[str, Any] = {

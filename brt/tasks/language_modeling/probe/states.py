@@ -93,7 +93,7 @@ def layer_states(model: Model, carried: StackState) -> dict[int, list[Float[Arra
 def with_states(
     model: Model, carried: StackState, states: Mapping[int, Sequence[Array]]
 ) -> StackState:
-    """Returns the carried state of all layers, with the result of `layer_states` replaced."""
+    """Returns `carried` with its recurrent states (see `layer_states`) replaced by `states`."""
     after = []
     for run, state in zip(runs(model), carried, strict=True):
         leaves, fields = _state_leaves(run, state)
@@ -107,7 +107,7 @@ def with_states(
 
 
 def _state_leaves(run: Run, state: LayerState) -> tuple[list[Array], PyTreeDef]:
-    """Returns the arrays of the part "state" of a run's state, and their structure."""
+    """Returns the arrays in the part "state" of the state of a `Run`, and their structure."""
     names = kinds.fields_of(run.layer_kind, "state", state)
     return jax.tree.flatten({name: getattr(state, name) for name in names})
 
