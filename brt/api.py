@@ -52,7 +52,7 @@ def config_from_gin(
 
 
 def train(config: Config, workdir: StrPath, *, allow_config_change: Sequence[str] = ()) -> "Model":
-    """Trains a model, starting from the newest checkpoint in `workdir` if there is one.
+    """Trains a model from the newest checkpoint in `workdir`, if there is one, and returns it.
 
     Progress is printed to stderr. `allow_config_change` names settings, such as "Optimizer.b1",
     that may have other values than in the checkpoint.

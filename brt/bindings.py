@@ -271,7 +271,7 @@ def _duplicate(first: Binding, second: Binding, remedy: str) -> ConfigError:
 
 
 def _checked(binding: Binding, task: str | None = None) -> Binding:
-    """Returns a binding with its value converted; an error begins with the binding's origin."""
+    """Returns a binding with its value converted and paths expanded; errors name its origin."""
     try:
         value = checked_value(binding.name, binding.value, task)
         if fields_of(binding.name) and declaration(binding.name).path:
@@ -316,7 +316,7 @@ def _bound_to_defaults(winners: Mapping[str, Binding], task: str) -> tuple[str, 
 
 
 def _idle(config: Config, winners: Mapping[str, Binding]) -> Iterator[str]:
-    """Yields a sentence for each bound section of a kind of layers that the model does not have."""
+    """Yields a sentence for each section that is bound although no layer is of its kind."""
     for section, cls in kind_sections().items():
         bound = [b for name, b in winners.items() if name.partition(".")[0] == section]
         bound = [b for b in bound if b.value != getattr(cls, b.name.partition(".")[2])]

@@ -35,7 +35,7 @@ class Refused(ValueError):
 
 
 def key(*parts: bytes) -> str:
-    """Returns the key of a trial, a hash of everything that the trial reads."""
+    """Returns a hash of all that a trial (reading a file in a child process) depends on."""
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 

@@ -143,7 +143,7 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds --json, which names the file that `print_figures` writes."""
+    """Adds --json, which names a file for the results of a command (`write_json`)."""
     parser.add_argument(
         "--json", type=new_path, metavar="FILE", help="also write the results to this file"
     )

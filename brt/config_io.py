@@ -154,7 +154,7 @@ def without_written_paths(config: Config) -> Config:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Returns (name, old value, new value) of each setting and derived field that differs."""
+    """Returns (name, old value, new value) of each field that differs, also of derived ones."""
     # A change of a password is no difference, because *** replaces both.
     before, after = (
         redacted(config_values(config) | {name: _value(config, name) for name in derived_fields()})
@@ -203,7 +203,7 @@ def checked_value(name: str, value: Any, task: str | None = None) -> Any:
 
 
 def checked_field(name: str, value: Any) -> Any:
-    """Returns `value` converted to the type of a field, such as "Seq2Seq.dropout"."""
+    """Returns `value` converted to the type of a field, as "Pairs.train" (Data.train in .gin)."""
     return converted(public_name(name), class_field_types()[name], value)
 
 

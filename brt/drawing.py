@@ -43,7 +43,7 @@ def window_plot(values: Mapping[int, float], ylabel: str) -> Figure:
 
 
 def class_plot(values: Mapping[str, tuple[float, float | None]], xlabel: str) -> Figure:
-    """Returns a plot with a horizontal bar for each class, the first class at the top.
+    """Returns a plot with a horizontal bar for each class of tokens, the first class at the top.
 
     A value is the length of the bar and half of its confidence interval (None without one).
     """

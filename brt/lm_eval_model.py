@@ -114,7 +114,7 @@ class BrtLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Returns (log-likelihood, True if greedy) per request; `_memories` reads the contexts."""
+        """Returns (log-likelihood, True if greedy) per request (texts, context, continuation)."""
         places: dict[tuple[int, ...], list[int]] = {}
         for place, (_, tokens, _) in enumerate(requests):
             places.setdefault(tuple(tokens), []).append(place)

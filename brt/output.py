@@ -100,7 +100,7 @@ def silence_later_errors() -> None:
 
 
 def _is_not_late(record: logging.LogRecord) -> bool:
-    """Returns False for reports about errors of tasks for which nobody waits any more."""
+    """Returns False for asyncio's reports of exceptions that nobody retrieved."""
     return "exception was never retrieved" not in record.getMessage()
 
 

@@ -124,7 +124,7 @@ def _check(
     needed: tuple[str, ...],
     errors: tuple[str, ...],
 ) -> None:
-    """Refuses flags that do not apply to this kind of preparation."""
+    """Refuses flags that are not `known`, missing `needed` ones, and --errors not in `errors`."""
     for flag in vars(args):
         if flag not in known:
             raise ConfigError(f"--{flag} has no meaning with {mode} (--help lists the flags)")

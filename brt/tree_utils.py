@@ -20,7 +20,7 @@ Description = dict[str, dict[str, Any]]
 # NumPy's isfinite supports these floating-point dtypes, but no dtype of eight bits.
 _OF_NUMPY = {np.dtype(name) for name in ("float16", "float32", "float64", jnp.bfloat16)}
 
-HASHED_META = ("step", "data", "seed")
+HASHED_META = ("step", "data", "seed")  # entries of a checkpoint's metadata, see `state_hash`
 
 
 def named(tree: Any) -> dict[str, Any]:

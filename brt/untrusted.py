@@ -34,7 +34,7 @@ _DEEPEST = 100  # Lists and objects in files of a known structure are nested at 
 _DEEPEST_PARSED = 200
 # A JSON text has at most this many lists and objects; each takes 64 bytes of memory, 3 of text.
 _MOST_PARSED = 1 << 24
-# An archive unpacks to at most this many times its size, and _SLACK bytes.
+# An archive may unpack to GROWTH times its size plus _SLACK bytes.
 GROWTH, _SLACK = 64, 64 << 20
 _DIRECTORY = 1 << 20  # The directory of an archive has at most this many bytes.
 _RATIO = 1032  # Deflate compresses by at most this factor.

@@ -60,7 +60,7 @@ def verify(
     """Compares a checkpoint with its MANIFEST.sha256; returns a phrase for each problem.
 
     Only files whose relative paths are in `only` are read (None: all). No file is read if the files
-    have far more bytes than the checkpoint's arrays (`arrays`; None: not known).
+    are far larger than the checkpoint's arrays, which have `arrays` bytes (None: not known).
     """
     try:
         expected = read(directory)

@@ -43,7 +43,7 @@ def copied(arrays: Mapping[str, jax.Array]) -> list[Part]:
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Returns the shape of the largest equal parts that have at most FILE_BYTES.
+    """Returns the shape of the equal parts, of at most FILE_BYTES, that a shard is cut into.
 
     The longest axis is divided first, each time by its smallest factor.
     """
@@ -89,9 +89,10 @@ def write(directory: Path, parts: Sequence[Part]) -> None:
 
 
 def merge(base: Mapping[str, Any], parts: Sequence[str]) -> dict[str, bytes]:
-    """Writes the store that refers to those of all processes; returns its files by their names.
+    """Merges the stores `parts` of all processes into one, which only refers to their content.
 
-    `base` is TensorStore's spec of the directory in which the `parts` are.
+    `base` is TensorStore's spec of the directory in which the `parts` are, and to which the new
+    store is written. Returns the content of its files, by their names.
     """
 
     # Stores of one context can refer to each other's content.

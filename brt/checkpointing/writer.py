@@ -183,7 +183,7 @@ class CheckpointWriter:
         """Declares arrays that no step changes, so that checkpoints share their files.
 
         `names` are paths in the pytrees that are passed to `save`, such as "params/embedding".
-        `step` is an existing checkpoint in whose files these arrays can be found.
+        `step` is an existing checkpoint in whose files these arrays can be found, or None.
         """
         # The files of other processes cannot be linked.
         self._frozen = frozenset() if self._apart else frozenset(names)
@@ -232,7 +232,7 @@ class CheckpointWriter:
         self._pending = self._thread.submit(self._finish, step, text, checksums, parts)
 
     def _arguments(self, arrays: Mapping[str, Any]) -> ocp.args.PyTreeSave:
-        """Returns orbax's arguments; for a bucket, these limit the size of a file."""
+        """Returns orbax's arguments; for a bucket, they limit files to `shards.FILE_BYTES`."""
         if not storage.of(self._directory).apart:
             return ocp.args.PyTreeSave(arrays)
         limited = ocp.SaveArgs(chunk_byte_size=shards.FILE_BYTES)
@@ -314,7 +314,11 @@ class CheckpointWriter:
     def _finish(
         self, step: int, meta: str, checksums: Mapping[str, str], parts: list[shards.Part]
     ) -> None:
-        """Completes a save in the background thread, once orbax has written the arrays."""
+        """Completes a save in the background thread, once orbax has written the arrays.
+
+        `meta` is the text of meta.json, `checksums` those of the linked files, and `parts` the
+        shards to write instead of orbax if processes have no common directory.
+        """
         partial = self._directory / f"{step}.partial"
         try:
             # Both branches end after all processes have written their arrays.

@@ -23,8 +23,7 @@ def suggestion(wrong: str, known: Iterable[str]) -> str:
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that is most similar to `wrong`, ignoring case; None if none is
-    similar.
+    """Returns the known name most similar to `wrong`, ignoring case; None if none is similar.
 
     Known names with which `wrong` ends, after an underscore, are preferred: "layers" for
     "number_layers".
@@ -166,7 +165,7 @@ def check_section(
     section: Any, *, positive: Iterable[str] = (), shares: Iterable[str] = (),
     any_sign: Iterable[str] = (),
 ) -> None:  # fmt: skip
-    """Checks the numbers of a section, and settles its paths.
+    """Checks the numbers of a section, and expands its paths (`settle_paths`).
 
     Fields in `positive` must be above 0, and those in `shares` in [0, 1). No other number may be
     negative, except those in `any_sign`.
@@ -275,9 +274,7 @@ def column(section: Any, role: str, usual: str = "") -> str:
 
 
 def check_columns(section: Any, *roles: str) -> None:
-    """Refuses `columns` unless the items are ROLE=COLUMN with different ROLEs in `roles`; sorts the
-    items in the order of `roles`.
-    """
+    """Refuses `columns` that are not ROLE=COLUMN with different `roles`; sorts them as `roles`."""
     form = " or ".join(f"'{role}=COLUMN'" for role in roles)
     for pair in section.columns:
         role, _, name = pair.partition("=")

@@ -98,9 +98,9 @@ class Data:
         )
 
     def _memory_tasks(self, split: str) -> tuple[str, ...]:
-        """Returns sources of another split for the memory tasks in `train`.
+        """Returns sources of the held-out `split` for the memory tasks in `train`; () without any.
 
-        The number of documents is that of `train` times `validation_fraction` or `test_fraction`.
+        The number of documents is that of `train` times the fraction of the split; () if it is 0.
         """
         share = getattr(self, f"{split}_fraction")
         tasks = [re.fullmatch(rf"({MEMORY}\w+)/train/(\d+)(.*)", name) for name in self.train]

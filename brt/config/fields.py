@@ -100,7 +100,7 @@ def adaptable(default: T) -> T:
 
 
 def derived(default: T, *, inherited: bool = True, cached: bool = False) -> T:
-    """Declares a field that no .gin file binds, because data or converted weights determine it."""
+    """Declares a field that no .gin file binds: data or (if `inherited`) weights determine it."""
     warm_start: Literal["own", "inherited"] = "inherited" if inherited else "own"
     return _field(default, Setting(False, warm_start, cached, derived=True))
 
@@ -126,8 +126,8 @@ def settings(section: type) -> dict[str, Setting]:
 def cached_settings(section: Any) -> dict[str, Any]:
     """Returns the values of a section that determine prepared data, by name of field or property.
 
-    The fields that name sources are left out, because hashes of the files represent them. A field
-    that names another file has only the suffix, because a moved file has the same content.
+    The fields that name sources are left out, because hashes of the files represent them. Of the
+    name of another file, only the suffix is returned (if it has one), because files may be moved.
     """
     names: set[str] = set()
     for name, setting in settings(type(section)).items():

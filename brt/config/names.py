@@ -66,8 +66,8 @@ def section_of(config: Config, name: str) -> Any:
 def has_section(config: Config, name: str) -> bool:
     """Returns True if the model of a config uses the section `name`.
 
-    Sections of kinds of layers that the model lacks are not used, nor is `Rotary` without rotary
-    positions.
+    Sections of kinds of layers that the model lacks are not used, nor is `Rotary` without rotary or
+    learned positions.
     """
     if name in SECTIONS or name in PARTS:
         return name != "Rotary" or config.model.positions in ("rotary", "learned")

@@ -143,7 +143,7 @@ def _marked(
 
 
 def _parts(tokenizer: "Tokenizer", text: str, marks: tuple[str, str]) -> list[str | int]:
-    """Returns the texts and the special tokens of a rendered text whose messages are marked."""
+    """Returns the texts and special ids in a rendered text that has the `marks` of `_marked`."""
     names, (begin, end) = _names(tokenizer).pattern, marks
     # A marked name is divided after its first character, so that it is no special token.
     text = re.sub(f"{begin}({names}){end}", lambda name: name[1][0] + begin + name[1][1:], text)

@@ -46,8 +46,8 @@ class Document(NamedTuple):
 
     name: str
     chunks: Iterator[str]
-    # If only a part of the text is to be learned: the text as a pair, or the conversation of which
-    # `chunks` are the JSON.
+    # If only a part of the text is to be learned: the text as a pair, or as messages, whose JSON is
+    # in `chunks`.
     parts: Pair | Messages | None = None
 
 

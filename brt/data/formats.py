@@ -168,7 +168,7 @@ def _known_signature(head: bytes) -> tuple[str, str] | None:
 
 
 def _wide(head: bytes) -> tuple[str, str] | None:
-    """Returns the kind and a remedy of UTF-16, or of UTF-32 with a byte order mark; or None."""
+    """Returns a phrase and a remedy if a file is UTF-16, or UTF-32 with a mark; otherwise None."""
     code = next((code for mark, code in _WIDE if head.startswith(mark)), "")
     half = len(head) // 2
     even, odd = head[: 2 * half : 2].count(0), head[1 : 2 * half : 2].count(0)
@@ -183,7 +183,7 @@ def _wide(head: bytes) -> tuple[str, str] | None:
 
 
 def _binary(whole: str, head: bytes) -> tuple[str, str] | None:
-    """Returns the kind and a remedy of a file that begins with control characters; or None."""
+    """Returns a phrase and a remedy if a file begins with control characters; otherwise None."""
     begin = head[:BEGIN].decode("utf-8", "replace")
     if plain_text.unreadable(begin) <= plain_text.FEW or b"\0" not in head:
         return None

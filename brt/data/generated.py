@@ -46,7 +46,7 @@ def read(
     generate: Callable[[str], Iterable[Any]],
     files: Callable[[list[str]], Iterable[Any]],
 ) -> Iterator[Any]:
-    """Yields the items of sources in order: `generate` reads a generated one, `files` others."""
+    """Yields the items of sources in order, by `generate` if generated, otherwise by `files`."""
     for is_generated, names in itertools.groupby(sources, lambda name: name.startswith(PREFIX)):
         if is_generated:
             yield from itertools.chain.from_iterable(map(generate, names))

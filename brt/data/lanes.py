@@ -95,15 +95,15 @@ class LaneReader(Reader):
     """Reader of documents in lanes; see the module docstring."""
 
     store: TokenStore
-    segment_length: int  # number of tokens that a lane reads in a step, a multiple of `window`
-    window: int  # number of tokens of a block
+    segment_length: int  # number of tokens that a lane reads in a step, in whole blocks
+    block_length: int  # number of tokens of a block
 
     def __post_init__(self) -> None:
-        blocks_per_segment(self.segment_length, self.window)
+        blocks_per_segment(self.segment_length, self.block_length)
 
     def __getitem__(self, step: int) -> Batch:
         document, block, begins = self._blocks(step, self.lanes)
-        batch = gather(self.store, document, block, window=self.window)
+        batch = gather(self.store, document, block, window=self.block_length)
         return batch._replace(document_start=batch.document_start | begins)
 
     def _blocks(
@@ -119,7 +119,7 @@ class LaneReader(Reader):
         order, begins = self._layout(epoch)
         rows = range(self.batch_size) if lanes is None else lanes
         lane, total = np.array(rows, np.int64)[:, None], begins[-1]
-        count = self.segment_length // self.window
+        count = self.segment_length // self.block_length
         in_lane = segment * count + np.arange(count)
         # `place` is the index of each block in the sequence of all blocks of the epoch.
         place = lane * total // self.batch_size + in_lane
@@ -139,8 +139,8 @@ class LaneReader(Reader):
             zip(*self._blocks(step, None)[:2], strict=True)
         ):
             for d in dict.fromkeys(documents[documents >= 0].tolist()):
-                places = indices[documents == d] * self.window
-                end = min(places[-1] + self.window, self.store.lengths[d])
+                places = indices[documents == d] * self.block_length
+                end = min(places[-1] + self.block_length, self.store.lengths[d])
                 tokens = [int(places[0]), int(end)]
                 rows.append({"lane": lane, "document": self.store.names[d], "tokens": tokens})
         return rows
@@ -148,9 +148,9 @@ class LaneReader(Reader):
     @functools.cached_property
     def steps_per_epoch(self) -> int:
         """Number of steps until every lane has read its part of the epoch."""
-        total = int(block_counts(self.store.lengths, self.window).sum())
+        total = int(block_counts(self.store.lengths, self.block_length).sum())
         per_lane = -(-total // self.batch_size)
-        return -(-per_lane * self.window // self.segment_length)
+        return -(-per_lane * self.block_length // self.segment_length)
 
     def largest(self) -> Batch:
         """Returns the first batch, because all batches have the same shape."""
@@ -162,14 +162,15 @@ class LaneReader(Reader):
 
     @property
     def identity(self) -> dict[str, Any]:
-        sizes = {"segment_length": self.segment_length, "window": self.window}
+        # Checkpoints have the length of a block under the name "window".
+        sizes = {"segment_length": self.segment_length, "window": self.block_length}
         # A resumed run must keep the end token, although Data.score_ends is declared as `free`.
         ends = None if self.store.end_id < 0 else self.store.end_id
         return {**super().identity, **sizes, "score_ends": ends}
 
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns `order`, and the block at which each document begins, int [documents + 1]."""
-        counts = block_counts(self.store.lengths, self.window)
+        counts = block_counts(self.store.lengths, self.block_length)
         return order, np.r_[0, np.cumsum(counts[order])]
 
 

@@ -57,7 +57,7 @@ def count(tokenizer: Tokenizer, text: str) -> int:
 
 
 def loss_message(lost: int, size: int, unknown: int) -> str:
-    """Returns a clause of a message about the bytes that a tokenizer loses; "" if `lost` is 0."""
+    """Returns a clause about `lost` of `size` bytes and `unknown` tokens; "" if `lost` is 0."""
     if not lost:
         return ""
     pieces = f" ({unknown:,} unknown tokens)" if unknown else ""

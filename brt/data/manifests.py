@@ -76,7 +76,7 @@ def corpus_directory(store: Path) -> Path:
 
 @contextlib.contextmanager
 def explaining_damage(directory: Path, what: str) -> Iterator[None]:
-    """Context that turns an OSError, ValueError or KeyError about a directory into a DataError."""
+    """Context: OSError, ValueError and KeyError become a DataError, "the `what` ... is damaged"."""
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
@@ -138,7 +138,7 @@ def atomic_directory(
 
 
 def _rename(content: Path, directory: Path, shared: bool) -> None:
-    """Renames a complete directory; undoes it if it cannot be made durable and is not `shared`."""
+    """Renames a complete directory; if it is not `shared` and syncing fails, renames it back."""
     try:
         content.rename(directory)  # Renaming replaces an empty directory, but no other one.
     except OSError:
@@ -201,14 +201,14 @@ def _is_partial(place: Path) -> bool:
 
 
 def _leave(place: Path, kind: type[BaseException] | None, *_: Any) -> None:
-    """Deletes a temporary directory, unless the user interrupted the process and it is partial."""
+    """Deletes a temporary directory, unless a KeyboardInterrupt leaves it with a finished part."""
     # The next process can continue with a partial directory.
     if not (kind is KeyboardInterrupt and _is_partial(place)):
         _remove_or_warn(place)
 
 
 def _held_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> Path:
-    """Creates a locked temporary directory next to `directory`, which the exit stack deletes."""
+    """Creates a temporary directory beside `directory`, locked with `key`; `stack` deletes it."""
     while True:
         place = Path(tempfile.mkdtemp(prefix=_prefix(directory), dir=directory.parent))
         with contextlib.ExitStack() as attempt:

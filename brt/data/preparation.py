@@ -307,7 +307,7 @@ class Preparation(abc.ABC):
         return sources.left_out(name, self.endings)
 
     def check_sources(self, hashes: Hashes) -> None:
-        """Raises DataError if two splits share a file, which would make evaluation invalid."""
+        """Raises DataError if two splits share a file; only TensorFlow datasets may do that."""
         seen: dict[str, tuple[str, str]] = {}
         for split, file in ((split, file) for split, files in hashes.items() for file in files):
             other, name = seen.setdefault(file.sha256, (split, file.name))
@@ -318,7 +318,7 @@ class Preparation(abc.ABC):
                 )
 
     def key_values(self) -> dict[str, Any]:
-        """Returns JSON that determines the data and its cache key besides settings and sources."""
+        """Returns JSON that the cache key of all splits has besides settings and sources."""
         return {}
 
     def begin(self, directory: Path) -> dict[str, Any]:

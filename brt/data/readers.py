@@ -115,7 +115,7 @@ class RowReader(Reader):
 
     @abc.abstractmethod
     def gather(self, rows: np.ndarray, length: int) -> Any:
-        """Returns a batch of B rows, padded to a length; `rows` is int [B], and -1 an empty row."""
+        """Returns a batch of the B `rows`, int [B] (-1: an empty row), padded to `length`."""
 
     @staticmethod
     def positions(batch: Any) -> int:

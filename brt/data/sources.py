@@ -253,7 +253,7 @@ def _nothing(path: Path, endings: Sequence[str]) -> DataError:
 
 
 def _remedy(path: Path, files: Sequence[Path], any_text: bool) -> str:
-    """Returns what a user may do about a directory whose files have suffixes that are not read."""
+    """Returns a phrase: what a user may do about a directory without files that are read."""
     examples = {_unread(file): file for file in files if file.stat().st_size}
     for file in examples.values():
         try:

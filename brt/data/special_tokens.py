@@ -88,8 +88,8 @@ def beginning(
 ) -> tuple[int, tuple[str, ...]]:
     """Returns the id that documents begin with, and what the user should know about it.
 
-    `default` is the id if no file names a token. `id_of` returns the id of an id or a piece; None
-    if it is no special token of the tokenizer.
+    `default` is the id if no file names a token. `id_of` returns the id of a special token, given
+    the id or the piece; None if the tokenizer has no such token.
     """
     known = [(claim, id_of(claim.token)) for claim in said.begin]
     unknown = [claim for claim, i in known if i is None]

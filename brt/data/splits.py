@@ -154,8 +154,8 @@ class Shares:
     """Function from the content of a row to the row's split.
 
     A hash of the content determines the split. `shares` is the fraction of the distinct contents
-    that each held-out split gets, at least one content. Too few distinct contents raise
-    DataError.
+    that each held-out split gets, at least one content. Too few distinct contents raise a
+    DataError that names `source`.
     """
 
     def __init__(self, contents: Iterable[str], shares: Mapping[str, float], source: str):

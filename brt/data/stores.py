@@ -166,8 +166,8 @@ class RaggedWriter:
         return row_offsets(self._lengths)
 
 
-# A seal is only created if this number of seconds has passed since the last change of the file.
-# Another change then surely gives the file another time stamp.
+# A seal (a record that a file's hash was right) is only created this many seconds after the last
+# change of the file, so that another change surely gives it another time stamp.
 SETTLED = 1.0
 
 

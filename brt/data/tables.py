@@ -89,7 +89,7 @@ def read(
 
 
 def check_columns(table: str, header: Collection[str], configured: Mapping[str, str]) -> str:
-    """Refuses configured columns (names by role, "" for none) that a table lacks.
+    """Raises DataError for configured columns (names by role, "" for none) that a table lacks.
 
     Returns a phrase about the existing columns, for further messages.
     """

@@ -134,7 +134,7 @@ def _json(path: Path) -> TextTokenizer:
 
 def _template(tokenizer: Any) -> dict[str, tuple[int, ...]] | None:
     """Returns the special ids "begin", "between" and "end" of the template for a pair of texts."""
-    # The result is None if the file has no such template.
+    # Returns None if the file has no such template; RoBERTa's is then used.
     encoding = tokenizer.encode("a", "b")
     special, kinds = np.array(encoding.special_tokens_mask, bool), np.array(encoding.ids)
     if not special.any():

@@ -20,7 +20,7 @@ that is killed loses only the last documents:
     names.jsonl    the name of each document as JSON
     digests.bin    the SHA-256 of the text of each document, 32 bytes
     spans.bin      the spans, int64 [spans, 3]
-    progress.json  the sizes of these files at the last commit, and counts
+    progress.json  the sizes of these files at the last commit (a flush to the disk), and counts
 
 If that directory has a file progress.json, a new writer cuts the files to the sizes that it names,
 and continues there.
@@ -140,7 +140,7 @@ class Counter:
         self._is_special = False  # True if the last chunk is a special token
 
     def add(self, text: str, ids: np.ndarray, scored: bool | None = None) -> int:
-        """Takes the next chunk, and returns its number of UTF-8 bytes."""
+        """Takes the next chunk (`scored` as in `Chunk`); returns its number of UTF-8 bytes."""
         data = text.encode()
         self._digest.update(data)
         self.tokens += len(ids)
@@ -207,7 +207,7 @@ class Commit(NamedTuple):
 
 
 def committed(directory: Path) -> Commit | None:
-    """Returns the last commit of an unfinished store; None if there is none or it is damaged."""
+    """Returns the last commit in a directory of a `Writer`; None if it is missing or damaged."""
     try:
         found = Commit(**untrusted.read_json(directory / PROGRESS, _KIND))
         there = {name: (directory / name).stat().st_size for name in _FILES}

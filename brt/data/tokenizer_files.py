@@ -1,7 +1,7 @@
 """Opens sentencepiece models and tokenizer.json files, and reports faults of these files.
 
-Before a foreign tokenizer is opened, a child process opens it, and encodes and decodes some texts,
-which show how much memory and time the tokenizer takes for usual characters. Some rules of a
+Before a foreign tokenizer is opened, it is tried: a child process opens it, and encodes and decodes
+some texts, which show how much memory and time it takes for usual characters. Some rules of a
 normalizer concern only rare characters, so the trial also limits how much rules lengthen a text.
 """
 
@@ -42,8 +42,8 @@ T = TypeVar("T")
 def load(name: str, readers: Mapping[str, Callable[[Path], T]]) -> T:
     """Returns the tokenizer of a name, which is "bytes" or the path of a file.
 
-    `readers` has the functions that open a tokenizer, by "bytes" or the suffix of the file. If it
-    has none for the name, ConfigError is raised.
+    `readers` has the functions that open a tokenizer, by "bytes" or the suffix of the file. A name
+    without a reader raises ConfigError.
     """
     kind = "bytes" if name == "bytes" or Path(name).name == BYTES else Path(name).suffix
     if kind not in readers:
@@ -69,7 +69,7 @@ def read(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def guarded(path: Path | str, what: str = "cannot read a text") -> Iterator[None]:
-    """Context in which a foreign tokenizer opens, encodes or decodes; a failure is a DataError."""
+    """Context in which a foreign tokenizer is used; a failure becomes a DataError with `what`."""
     # The tokenizers library raises Exception itself, so no subclass could be caught. If it panics,
     # the class of the error does not even derive from Exception.
     try:

@@ -143,14 +143,14 @@ class Tokenizer(abc.ABC):
         return content
 
     def _begin(self, said: special_tokens.Statements, default: int, added: list[Added]) -> int:
-        """Sets BOS (`default` if no file names one; -1: none) and fingerprint, and returns BOS."""
+        """Sets fingerprint and BOS (`default` if no file names one, -1 for none); returns BOS."""
         self.bos_id, self.notes = special_tokens.beginning(said, self._id_of, default)
         identity = special_tokens.identity(self.file[1], self.bos_id, default, added)
         self.fingerprint = hashlib.sha256(identity).hexdigest()
         return self.bos_id
 
     def _id_of(self, token: int | str) -> int | None:
-        """Returns the id of a piece, or `token` if it is the id of a special token; or None."""
+        """Returns a piece's id, or `token` if it is a special token's id; otherwise None."""
         raise NotImplementedError
 
 

@@ -120,7 +120,7 @@ def slice_of(device: Any) -> int:
 
 
 def described(mesh: jax.sharding.Mesh) -> dict[str, int]:
-    """Returns the sizes that determine in which order the devices of a mesh add up numbers."""
+    """Returns a mesh's sizes, for checkpoints; a run that resumes with others rounds otherwise."""
     return {**mesh.shape, "slices": len({slice_of(device) for device in mesh.devices.flat})}
 
 
@@ -130,7 +130,7 @@ def format_mesh(mesh: Mapping[str, int]) -> str:
 
 
 def describe_indivisible_size(shape: Mapping[str, int], needs: DivisibleSizes) -> str | None:
-    """Returns an error message about a size of `needs` that its devices do not divide, or None.
+    """Returns an error message about a size in `needs` that devices cannot share, or None.
 
     `shape` is the number of devices along each axis of the mesh.
     """

@@ -88,8 +88,8 @@ class Heartbeat:
         for index, (beat, last_time) in sorted(self._seen.items()):
             silent = time.monotonic() - last_time
             reason = self._stopped.get(index)
-            # This method ignores processes that never had a heartbeat. The next call of
-            # `processes.gather` notices such processes.
+            # Processes other than 0 that never had a heartbeat are left to the next
+            # `processes.gather`.
             if index == self._index or not (beat or index == 0):
                 continue
             if silent > (GRACE_SECONDS if reason else HEARTBEAT_SECONDS):
@@ -273,8 +273,8 @@ def service() -> Any:
 
 
 heartbeat: Heartbeat | None = None  # None for a single process
-_rounds: dict[str, int] = {}
-_hosts: list[str] = []
+_rounds: dict[str, int] = {}  # number of calls of `gather` so far, by name
+_hosts: list[str] = []  # the host of each process, by index
 
 
 def peer(index: int) -> str:

@@ -55,7 +55,7 @@ STACKS = ("layers", "experts")
 
 
 def spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns the partition spec of an array on the given mesh.
+    """Returns the partition spec that RULES gives an array, by the names of its axes, on `mesh`.
 
     ValueError is raised if the same axis of the mesh would shard two axes of the array.
     """
@@ -121,7 +121,7 @@ def automatic_axes() -> frozenset[str]:
 
 
 def partition_spec(*names: str | None, shape: tuple[int, ...]) -> PartitionSpec:
-    """Returns the partition spec of an array on the current mesh."""
+    """Returns the `spec` of an array on the current mesh."""
     return spec(names, shape, jax.sharding.get_abstract_mesh())
 
 
@@ -161,7 +161,7 @@ def in_replica() -> bool:
 
 
 def in_group() -> bool:
-    """Returns True inside a `vmap` over groups; a group has the devices of one index of "data"."""
+    """Returns True in a `vmap` over groups; a group is the devices at one index along "data"."""
     try:
         jax.lax.axis_size(GROUPS)
     except NameError:

@@ -1,7 +1,8 @@
 """The memory of a session, and the compiled programs of a session as pure functions of its memory.
 
 The memory is the complete state of a text that is read and generated. It can be stored in a file,
-so that the text can be continued later.
+so that the text can be continued later. The open block is the last block of a text until it is
+full, when layers update their caches and recurrent states.
 
 In shapes, B is the number of lanes (texts that are generated in parallel), T the number of tokens
 that are read, C the number of tokens of an array for a prompt and its continuation, and V the
@@ -70,7 +71,7 @@ def _call(decoder: Decoder, variables: Variables, method: str, *inputs: Any) -> 
 
 
 def new_memory(decoder: Decoder, lanes: int, variables: Variables) -> Memory:
-    """Returns the memory of texts without tokens."""
+    """Returns the memory of `lanes` texts without tokens."""
     state = new_state(decoder.model, lanes)
     return Memory(
         state=state,
@@ -84,13 +85,13 @@ def new_memory(decoder: Decoder, lanes: int, variables: Variables) -> Memory:
 
 
 def unprepared(memory: Memory) -> Memory:
-    """Returns the memory without what `prepare` has added."""
+    """Returns the memory without what `prepare` has added, which only decode steps need."""
     return memory._replace(block=without_ready(memory.block))
 
 
 def map_lanes(function: Callable[..., Array], memory: Memory, *others: Memory) -> Memory:
     """Returns a memory with `function(*arrays, axis=axis)` for each array of `memory` and the same
-    arrays of `others`, whose axis of lanes is `axis`.
+    arrays of `others`. `axis` is that of lanes: 1 in `Memory.block`, after layers, 0 elsewhere.
     """
     rest = (memory._replace(block=()) for memory in (memory, *others))
     blocks = (memory.block for memory in (memory, *others))
@@ -168,8 +169,7 @@ def load(path: Path, old: Memory, block_length: int, identity: Mapping[str, obje
 
 
 def _described(arrays: Mapping[str, untrusted.LazyArray], leaves: int) -> list[Any]:
-    """Returns the arrays of a memory in a file, without reading them; `leaves` is their number."""
-    # The file must not have other arrays, or a long description of the model.
+    """Returns the `leaves` arrays of a memory in a file, unread; ValueError if it has others."""
     names = [f"leaf{i}" for i in range(leaves)]
     if {*arrays} - {*names, "identity"}:
         raise ValueError("it has other arrays")
@@ -239,7 +239,7 @@ def end_block(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
 def end_lane(
     decoder: Decoder, variables: Variables, memory: Memory, lane: Int[Array, ""]
 ) -> Memory:
-    """Ends the full block of a lane. The memory before and after is one that `prepare` returns."""
+    """Returns the memory after a lane's full block has ended; it is prepared before and after."""
     own = map_lanes(partial(jax.lax.dynamic_slice_in_dim, start_index=lane, slice_size=1), memory)
     own = prepare(decoder, variables, end_block(decoder, variables, unprepared(own)))
     return map_lanes(

@@ -89,7 +89,7 @@ def constrain(
 def repeating(
     sequences: Int[Array, "B N L"], length: Int[Array, ""], size: int, vocabulary: int
 ) -> Bool[Array, "B N V"]:
-    """Returns a mask of the tokens that would repeat an n-gram of `size` tokens of the sequence."""
+    """Returns True for tokens that would repeat a `size`-gram of the first `length` tokens."""
     batch, beams, total = sequences.shape
     if size > total:
         return jnp.zeros((batch, beams, vocabulary), bool)
@@ -342,8 +342,8 @@ def _update_finished(
     penalty: Float[Array, ""],
     broken: Bool[Array, " B"],
 ) -> Hypotheses:
-    """Merges candidates that ended into the finished hypotheses of sources that are not done."""
-    # `broken` is True for sources whose logits are NaN; their scores become NaN.
+    """Returns the N best of the old finished hypotheses and of the candidates that ended."""
+    # Scores become NaN for sources whose logits are (`broken`). Sources that are done stay as is.
     old, beams = search.finished, search.log_probs.shape[1]
     counts = candidates.ended & (jnp.arange(candidates.ended.shape[1]) < beams)[None]
     new = Hypotheses(

@@ -50,7 +50,7 @@ class _Beams(NamedTuple):
 def search_memory(
     decoder: Decoder, known_ids: int, variables: Variables, memory: Memory, *, decoding: Decoding
 ) -> Hypotheses:
-    """Runs a beam search over ids below `known_ids` in each lane. Model.end_ids end texts."""
+    """Returns continuations of each lane by beam search over ids below `known_ids` to an end id."""
     lanes = len(memory.logits)
 
     def step(tokens: Int[Array, "B N"], beams: _Beams) -> tuple[Float[Array, "B N V"], _Beams]:
@@ -96,7 +96,8 @@ def _chosen(lanes: Bool[Array, " B"], new: Array, old: Array, axis: int) -> Arra
     return jnp.where(lanes.reshape(-1, *(1,) * (new.ndim - axis - 1)), new, old)
 
 
-# The separate kernels of a model, by the names of a run of equal layers and of a parameter.
+# The separate kernels of a model (an array for each layer, not a stack of all), by the names of a
+# run (neighbouring layers of one kind, `brt.layers.runs`) and of a parameter.
 Kernels: TypeAlias = dict[str, dict[str, SeparateKernels]]
 
 # The names of the kernels of a layer that only products read (`brt.layers.basic.product_kernel`).
@@ -165,8 +166,7 @@ def with_kernels(variables: Variables, kernels: Kernels) -> Variables:
     return variables._replace(params={**variables.params, "stack": stack})
 
 
-# The program that reads chunks of a block is compiled and used only if there are at least this many
-# chunks to read.
+# The program that reads chunks of a block is compiled only for at least this many chunks to read.
 _MIN_CHUNKS = 3
 # The program that reads and samples needs a random key even if it only reads, and then ignores it.
 _NO_KEY = partial(jax.random.key, 0)

@@ -26,7 +26,7 @@ Described = EncoderDecoder | EncoderWithHead
 
 
 class Pretrained(NamedTuple):
-    """A model read from, or to be written in, Hugging Face's format: parameters and settings."""
+    """A model read from, or to be written in, Hugging Face's format; `described`: its settings."""
 
     params: dict[str, Any]
     described: Described

@@ -1,6 +1,7 @@
 """The token side of a layer: the attention of tokens to windows and recurrent states, and the MLP.
 
-The letters of shapes are those of `brt.layers.state`; S is the number of recurrent states or sinks.
+`brt.layers.state` explains open blocks and the letters of shapes; S is the number of recurrent
+states or sinks.
 """
 
 from collections.abc import Callable, Sequence
@@ -186,7 +187,7 @@ class TransformerBlock(nn.Module):
         """Returns keys and values, with each head repeated for all heads of queries that it serves.
 
         With `SelfAttention.normalize_qk`, keys are normalised only if `normalize` is True;
-        otherwise the operation must normalise them.
+        otherwise the operation that reads them must do it.
         """
         if normalize or not self.model.attention.normalize_qk:
             keys = self.normalized_keys(keys)
@@ -310,7 +311,7 @@ class TransformerBlock(nn.Module):
         return attend(queries, *memory, scale=scale, implementation=self.kernels.softmax_attention)
 
     def prepared(self, block: OpenBlock, position: Int[Array, " B"]) -> OpenBlock:
-        """Returns an open block, of which `position` tokens have been read, with `ready` set."""
+        """Returns an open block, of which `position` tokens have been read, with `ready`."""
         places = ring_places(self.model.window, position)
         keys = rotated_at(self.model, self.normalized_keys(block.keys), places)
         return block._replace(ready=ready_ring(keys, block.values))
@@ -328,9 +329,9 @@ class TransformerBlock(nn.Module):
         Args:
           x: the input of the layer for the tokens. If there are several, T divides W and
             `position`, so that their entries are consecutive.
-          given: the state before the block, whose cache says which entries of the open block belong
-            to the document; the position of the first token in its block; and in `feedback`, keys
-            and values [B, S, H, K] of the recurrent states.
+          given: the open block; the state before it, whose cache says which entries of the open
+            block belong to the document; the position of the first token in its block; and in
+            `feedback`, keys and values [B, S, H, K] of the recurrent states.
           mix: adds attention to keys beyond the window (see `Mix`); None if there are none.
           projections: the projections of the tokens; None stands for the result of `project` for x.
         """

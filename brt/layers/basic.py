@@ -215,7 +215,7 @@ def normed(model: Model, x: Float[Array, "*B D"], weights: NormWeights) -> Float
 
 
 def residual(model: Model, y: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """Returns y, the output of attention or of an MLP, times `Model.residual_factor`."""
+    """Returns what the output y of attention or an MLP adds to x: `Model.residual_factor` y."""
     factor = model.residual_factor
     return y if factor == 1 else y * jnp.asarray(factor, y.dtype)
 
@@ -233,7 +233,7 @@ def dropout(module: nn.Module, x: Float[Array, "*B"], rate: float) -> Float[Arra
 
 
 def token_dropout(module: nn.Module) -> Dropout | None:
-    """Returns a layer's dropout by the stream "dropout"; None outside training or at the rate 0."""
+    """Returns the dropout of attention weights; None outside training or at the rate 0."""
     rate = module.model.dropout
     return Dropout(module.make_rng("dropout"), rate) if rate and module.training else None
 

@@ -57,7 +57,7 @@ class KVCache(NamedTuple):
       cache_mask: True where block n may attend to the block before it.
       first: the place of the first token of the document to which block n belongs, counted in
         tokens from the start of the segment. A document that began before the segment has a
-        negative place. None if the window is as long as a block and there are no sinks.
+        negative place. None if the layer's state is a `WindowState`.
       sinks: [B, N, S, G, K], the first tokens of the document to which block n belongs.
     """
 
@@ -227,7 +227,7 @@ def updated_sinks(sinks: Sinks, tokens: TokenProjections, places: Int[Array, "B 
 def rotated_at(
     model: Model, x: Float[Array, "B T H K"], places: Int[Array, "B T"]
 ) -> Float[Array, "B T H K"]:
-    """Rotates queries or keys of tokens of an open block and of its window.
+    """Applies rotary positions to queries or keys of an unfinished block and its window.
 
     Only the distance between a query and a key matters, so `places` count from the start of the
     block; tokens before the block have negative places, from -W.

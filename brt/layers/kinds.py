@@ -89,7 +89,7 @@ class LayerKind(NamedTuple):
     # Returns the number of vectors in which a layer summarises a block for the layer above; None if
     # layers of the kind neither read nor compute summaries.
     summaries: Callable[[Model], int] | None = None
-    # Returns the model state of a layer at step 0; None if the kind has no model state.
+    # Returns the model state of a layer at step 0 (`Given.model_state`); None if there is none.
     new_model_state: Callable[[Model], Any] | None = None
     # Returns the model state for the next train step, from the model state that the calls of this
     # step have returned.
@@ -247,9 +247,7 @@ def of(name: str) -> LayerKind:
 
 
 def fields_of(kind: LayerKind, part: str, state: LayerState) -> tuple[str, ...]:
-    """Returns the names of the state's fields that belong to a part ("cache", "state" or "memory");
-    () if layers of this kind do not have this part.
-    """
+    """Returns the names of the state's fields of a part (see `STATE_PARTS`); () if it has none."""
     fields = kind.parts.get(part, ())
     return state._fields if fields is None else fields
 

@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 
 def runs(model: Model) -> list[Run]:
-    """Returns the runs of the model, the lowest first."""
+    """Groups neighbouring layers of one kind with equal settings, lowest first."""
     recurs = [kinds.of(kind).recurs for kind in model.layer_types]
     check(
         not model.feedback or any(recurs),

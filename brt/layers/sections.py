@@ -24,7 +24,7 @@ def refuse_feedback(model: Model, field: str, layers: Sequence[int]) -> None:
 
 
 def refuse_rotary(model: Model, layers: Sequence[int], reason: str) -> None:
-    """Raises ConfigError if a model with `layers` has rotary positions, and gives the `reason`."""
+    """Raises ConfigError, with the `reason`, if there are `layers` and positions are rotary."""
     check(
         not layers or model.positions != "rotary",
         f"Model.positions = 'rotary' {reason}; use 't5', 'alibi' or 'none'",
@@ -32,7 +32,7 @@ def refuse_rotary(model: Model, layers: Sequence[int], reason: str) -> None:
 
 
 def require_cache(model: Model, field: str, layers: Sequence[int], read: str) -> None:
-    """Raises ConfigError if `layers` of the setting `field`, which read `read`, have no cache."""
+    """Raises ConfigError if `layers` of setting `field` need the cache for `read`, and lack it."""
     check(
         not layers or model.sliding.cache,
         f"{field} = {layers} attend to {read}, which needs Window.cache = True",

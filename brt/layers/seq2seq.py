@@ -75,7 +75,7 @@ class DecoderAttention(Projections):
 
 
 def cross_config(config: CrossAttention, family: Literal["t5", "bart"] = "t5") -> CrossConfig:
-    """Translates the settings of the section `CrossAttention` into the configuration of the op."""
+    """Returns the configuration of `brt.ops.cross_attention` for the settings `CrossAttention`."""
     return CrossConfig(
         kind=config.kind,
         segment_size=config.segment_size,

@@ -33,7 +33,7 @@ class StackOutput(NamedTuple):
 
 class Stack(nn.Module):
     """All layers of a decoder, with the methods of a layer (`brt.layers.kinds.LayerKind`). Methods
-    take and return the states and open blocks of all runs (`brt.layers.runs`).
+    take and return the states and open blocks of all runs of layers (`brt.layers.runs`).
     """
 
     model: Model
@@ -200,7 +200,7 @@ class Stack(nn.Module):
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState
     ) -> StackState:
-        """Returns the states after full blocks. Layers pass summaries to the layers above."""
+        """Returns the next states once `block` is full; summaries go to the layers above."""
         lanes = len(jax.tree.leaves(state)[0])
         summaries, after = self._lowest_summaries(lanes, 1), []
         for run, (own, opened) in enumerate(zip(state, block, strict=True)):

@@ -1,9 +1,9 @@
 """States of layers: what a layer carries from segment to segment and from token to token.
 
 Every layer is `(x, state) -> (y, state)`. The state of a layer is a NamedTuple of arrays with the
-batch on axis 0, which `state_array` describes. While tokens are read one at a time, an
-`OpenBlock` holds the block that is being filled; the state itself changes only at the end of a
-block, exactly as in training.
+batch on axis 0, which `state_array` describes. While tokens are read one at a time, the open block
+(`OpenBlock`) has the data of the block that is being filled. The state itself changes only at the
+end of a block, exactly as in training.
 
 In shapes, B is the number of rows of the batch, T the number of tokens of a segment, N the number
 of its blocks, D the width of the model, H the number of heads of queries, G the number of heads of
@@ -89,7 +89,7 @@ class Sinks(NamedTuple):
 
 class LocalState(NamedTuple):
     """Keys and values of the last W tokens, oldest first, for windows that are longer or shorter
-    than a block, and for models with sinks.
+    than a block, and for models with sinks or a soft cap.
     """
 
     keys: Float[Array, "B W G K"]
@@ -99,7 +99,7 @@ class LocalState(NamedTuple):
 
 
 def window_state(model: Model) -> Any:
-    """Describes the state of a sliding-window layer, a `WindowState` or a `LocalState`."""
+    """Describes a sliding-window layer's state, a `WindowState` or (see there) a `LocalState`."""
     names = (None, "kv_heads", None)
     keys = state_array((model.window, model.key_heads, model.head_dim), names)
     if model.window_is_block and not model.sliding.sinks and not model.attention.soft_cap:
@@ -217,8 +217,8 @@ class NewEntries(NamedTuple):
     Attributes:
       entries: an array with the shape and dtype of the array of the open block, except for one
         axis, on which it has only the new entries.
-      index: the index of each row's first entry on this axis; the entries must end within the
-        array.
+      index: the index of each row's first entry on this axis (for each of L layers, if the array
+        has an axis of layers). The entries must end within the array.
     """
 
     entries: Array

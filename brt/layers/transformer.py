@@ -73,7 +73,7 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table with a vector for each token, type or bucket; vectors are returned in `dtype`."""
+    """A table with a vector for each token, token type or distance bucket; returns `dtype`."""
 
     shape: tuple[int, int]
     axes: tuple[str, str]
@@ -85,6 +85,7 @@ class Embedding(nn.Module):
         self.embedding = parameter(self, "embedding", self.shape, self.axes, init)
 
     def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        # `lookup` serves tables whose columns may be sharded.
         if self.axes[1] != "embed":
             return jnp.take(self.embedding, ids, axis=0).astype(self.dtype)
         return lookup(self.embedding, ids, self.dtype, self.axes[0])

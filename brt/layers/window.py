@@ -77,5 +77,5 @@ def state_attention_flops(model: Model) -> int:
 
 
 def keys_before(model: Model, block: int) -> int:
-    """Returns how many keys of its block of `block` tokens a token sees, on average over them."""
+    """Returns how many keys of its own block a token sees, on average over `block` tokens."""
     return (block + 1) // 2 if model.sliding.attend_to_self else (block - 1) // 2

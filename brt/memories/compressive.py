@@ -68,7 +68,7 @@ class Compressive(KindSection):
 
 
 class Convolution(NamedTuple):
-    """Weights of a convolution that compresses R tokens to a slot; its stride equals its width."""
+    """Weights of a convolution of R tokens to a slot of E numbers; its stride equals its width."""
 
     kernel: Float[Array, "R D E"]
     bias: Float[Array, " E"]
@@ -233,7 +233,7 @@ class CompressiveLayer(WindowLayer):
     ) -> Mix:
         # `before` is the block before each block, `length` the number of slots that a block can
         # read, and `cache_mask` True where it may read `before`. `beyond` is True for the keys of
-        # `before` that have left a token's window; it is the same for all rows if R is 1.
+        # `before` that have left a token's window; its R is 1 (the same for all rows) or B.
         size = self.section.slots
         valid = jnp.arange(size)[None, None] >= size - length[..., None]
         valid = jnp.broadcast_to(valid[:, :, None], (*length.shape, beyond.shape[1], size))

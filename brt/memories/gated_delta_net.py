@@ -356,7 +356,7 @@ class DeltaMemory(nn.Module):
     def __call__(
         self, h: Float[Array, "B T D"], state: DeltaState, since_start: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], DeltaState]:
-        """Reads the normalized vectors h; `since_start` is the result of `tokens_since_start`."""
+        """Returns the output for normalized vectors h, and the state; see `tokens_since_start`."""
         convolved, last = convolution(self._inputs(h), state.inputs, self.convolution, since_start)
         chunk = dispatch.for_backend(64, cpu=16)
         unroll = unrolled(self.model.unroll, -(-h.shape[1] // chunk), BLOCKS_AT_ONCE)

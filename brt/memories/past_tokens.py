@@ -37,8 +37,8 @@ from brt.ops.positions import rotate, rotations
 
 
 def check_reach(name: str, layers: Sequence[int], model: Model) -> None:
-    """Raises ConfigError, which names the setting `name`, if the window of a layer is smaller than
-    a block.
+    """Raises ConfigError if the window of one of `layers`, which the setting `name` lists, is
+    smaller than a block.
 
     The tokens of a block enter the memory together, at the end of the block. In a smaller window, a
     token would see some earlier tokens of its block neither in the window nor in the memory.

@@ -8,7 +8,7 @@ centroid is nearest to its query, and reads the last R tokens of that cluster in
 token belongs to exactly one cluster of a head, and nothing depends on later tokens.
 
 Queries are used as keys, as in the paper's decoders, so queries and keys share one set of
-centroids. The letters of shapes are those of `brt.layers.state`.
+centroids. In shapes, C is the number of clusters of a head; see `brt.layers.state` for the others.
 """
 
 from typing import NamedTuple

@@ -7,8 +7,8 @@ itself, and to the short-term memory: S vectors that the layer computed from the
 layer of the kind "long_summary" also attends to a long-term memory of M vectors that it computed
 from many blocks; new vectors replace the oldest. All memory vectors are weighted sums of the
 layer's outputs at the places of a block. The memories are float32, whatever the dtype of caches.
-In shapes, O is the number of weighted sums. The other letters of shapes are those of
-`brt.layers.state`.
+In shapes, O is the number of weighted sums, and Z of keys of the short-term memory and a block. The
+other letters of shapes are those of `brt.layers.state`.
 """
 
 import dataclasses

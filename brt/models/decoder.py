@@ -55,10 +55,10 @@ class Decoder(nn.Module):
     """A language model that reads tokens in segments (`__call__`) or one by one (`begin_block`,
     `decode_step` for each token of a block, `end_block`).
 
-    Both ways compute the same. The states and open blocks are those of all runs of layers
-    (`brt.layers.runs`). Where methods take a model state, None is allowed if no layer has
-    statistics that it learns without gradients. Training enables dropout, which needs the rngs of
-    `brt.layers.basic.dropout_rngs`.
+    Both ways compute the same. The states and open blocks (blocks that are being filled) are those
+    of all runs (neighbouring layers of one kind, `brt.layers.runs`). Where methods take a model
+    state, None is allowed if no layer has statistics that it learns without gradients. Training
+    enables dropout, which needs the rngs of `brt.layers.basic.dropout_rngs`.
     """
 
     model: Model

@@ -213,8 +213,8 @@ class MaskedLanguageModel(Head):
     """The head for masked language modeling, as in RoBERTa. It returns the vectors whose products
     with the embeddings of the V tokens, plus `logits_bias`, are the logits.
 
-    The loss computes the logits in chunks from `readout`, because the logits of
-    all positions would need much memory.
+    The loss computes the logits in chunks from `readout`, because the logits of all positions would
+    need much memory.
     """
 
     def setup(self) -> None:
@@ -325,7 +325,7 @@ def init(network: Encoder | EncoderWithHead, key: Array) -> Params:
 
 
 def readout(params: Params) -> Readout:
-    """Returns the map from the masked language modeling head's vectors to logits."""
+    """Returns the map from the vectors of the head `MaskedLanguageModel` to logits."""
     embedding = params["encoder"]["inputs"]["token_embed"]["embedding"]
     return Readout(embedding, params["head"]["logits_bias"], 1.0)
 

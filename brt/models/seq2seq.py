@@ -130,7 +130,7 @@ class Seq2Seq(nn.Module):
     def encode(
         self, source: Int[Array, "B S"], mask: Bool[Array, "B S"], key: jax.Array | None = None
     ) -> Float[Array, "B S D"]:
-        """Returns the encoder's outputs; `key` is for kinds that draw random numbers."""
+        """Returns the encoder's outputs; `key` is for kinds of attention that draw numbers."""
         key = jax.random.key(0) if key is None else key
         return self.encoder(self.token_embed(source), mask, key)
 
@@ -237,7 +237,7 @@ def extend_positions(params: Params, length: int, method: str = "copy") -> Param
 def extended_position_table(
     table: Float[Array | np.ndarray, "P D"], length: int, method: str
 ) -> Float[Array, "R D"]:
-    """Returns a table of `length` positions after two unused rows, which stay as they are."""
+    """Returns the table with `length` positions (see `extend_positions`) after two unused rows."""
     if method not in ("copy", "interpolate"):
         raise ConfigError(f"extend_positions knows 'copy' and 'interpolate', not {method!r}")
     table = np.asarray(table)

@@ -40,9 +40,8 @@ def oracle_top_k(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention of every query to the `count` keys with its largest logits.
 
-    This is "oracle-top" of Vyas et al. 2020, section 4.1. Other keys with the smallest of
-    these logits are included, so the order of keys does not matter. A query that sees no key gets
-    zeros.
+    This is "oracle-top" of Vyas et al. 2020, section 4.1. Keys that tie with the smallest of these
+    logits are included, so the order of keys does not matter. A query that sees no key gets zeros.
 
     Args:
       queries: not yet multiplied by `scale`, the factor of the logits.

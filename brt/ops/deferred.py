@@ -44,7 +44,7 @@ def tap(
 
     Args:
       kernel: [*inputs, *outputs].
-      rows: the number of steps, and the sizes of the axes of x that the product does not sum over.
+      rows: the number N of steps, and the sizes of the axes *rows of x, which are not summed over.
       dtype: the dtype of x and of the product.
       inputs: the number of axes that the product sums over.
     """

@@ -36,8 +36,8 @@ class SeparateKernels:
     arrays: tuple[Float[Array, "..."], ...]
     # The shape of the kernel of one layer, [*inputs, *outputs].
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    # The number of axes in *inputs if the arrays are transposed matrices [outputs, inputs], whose
-    # axes are merged; 0 if the arrays have the shape `shape`.
+    # 0 if the arrays have the shape `shape`. Otherwise they are matrices [outputs, inputs] with
+    # merged axes, and this is the number of axes in *inputs.
     transposed: int = dataclasses.field(default=0, metadata={"static": True})
 
 

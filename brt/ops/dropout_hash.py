@@ -34,7 +34,7 @@ def kept(
     """Returns True for weights that dropout keeps.
 
     `place` is the index of a weight's head times the number of keys, plus the index of its key;
-    `first` and `second` are the words of its query (`draw_words`).
+    `first` and `second` are the random int32 numbers of its query (`draw_words`).
     """
     drawn = _mix_bits(_mix_bits(place * _int32(_GOLDEN) + first) ^ second)
     dropped = min(round(rate * 2**32), 2**32 - 1)

@@ -37,7 +37,7 @@ class ExpertWeights(NamedTuple):
 
 
 def gated_unit(hidden: Array, gate: Array, *, name: str, clamp: float) -> Array:
-    """Returns `hidden` times the activation of `gate`; with a clamp, the units of `MLP.clamp`."""
+    """Returns `hidden` times the activation `name` of `gate`; with a clamp, gpt-oss's units."""
     if not clamp:
         return hidden * activation(gate, name)
     gate = jnp.minimum(gate, clamp)

@@ -6,7 +6,7 @@ from jaxtyping import Array
 
 
 def alternatives(numbers: Sequence[int]) -> str:
-    """Returns at least two numbers as text, such as "64, 128 or 256"."""
+    """Returns the numbers, two or more, as text for an error, such as "64, 128 or 256"."""
     return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
 
 

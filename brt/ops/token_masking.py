@@ -40,7 +40,7 @@ def mask_tokens(
 ) -> MaskedTokens:
     """Chooses a `share` of each row's valid tokens to predict, and replaces most of them.
 
-    The choice for a row depends only on its key. `mask_id` must be greater than all other tokens.
+    The choice for a row depends only on its key in `keys`. `mask_id` must exceed all other tokens.
     """
     length = tokens.shape[1]
     slots = prediction_slots(length, share)

@@ -6,7 +6,8 @@ body only once.
 
 A module consists of computations, which are lists of instructions. An instruction may call another
 computation, such as the body of a loop. If an instruction reads or updates only some slices or rows
-of an array, only these count as its bytes.
+of an array, only these count as its bytes. `computation` is the name of the computation that has an
+instruction, `called` that of a fusion's computation, and `inside` are a computation's instructions.
 
 The compiler starts some collectives early, so that they run while the device computes. In the text
 of a program, such a collective has a start and a done instruction, and the instructions between the
@@ -272,8 +273,7 @@ def _summands(instruction: Instruction, left: tuple[int, ...], right: tuple[int,
 
 # These operations read at most as many bytes of their first operand as their result has.
 _SLICES = "slice", "dynamic-slice", "gather"
-# These operations update their first operand in place; the number is the index of the operand that
-# has the new values.
+# These operations update their first operand in place; the number is the index of the new values.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # The type of an asynchronous copy is a tuple; `_STARTS` has the index of the result in the tuple.
 _STARTS = {"copy-start": 0, "slice-start": 1}
@@ -373,7 +373,7 @@ def _updates(module: Module, called: str) -> list[int | None]:
 
 
 def _updated(inside: Mapping[str, Instruction], update: Instruction) -> int:
-    """Returns the bytes of the new values of an update in place."""
+    """Returns how many bytes an in-place update writes."""
     return size(inside[update.operands[_UPDATES[update.operation]]].type)
 
 

@@ -20,7 +20,7 @@ class RemoteFile:
 
     A part is a block of the file. If `bounds` (int64 [documents + 1], in bytes) says where
     documents begin and end, a part is what a block has of one document, because rows of a batch
-    read documents in random order.
+    read documents in random order. A `place` is the first byte and the end of a part.
     """
 
     def __init__(self, bucket: Bucket, key: str, size: int, bounds: np.ndarray | None = None):

@@ -102,7 +102,7 @@ class Lease:
                 )
 
     def _wait_until_abandoned(self, generation: bytes, holder: dict[str, Any]) -> None:
-        """Waits until the holder is known to have ended; ConfigError if it has not."""
+        """Waits until the holder is dead, or silent for LEASE_SECONDS; ConfigError if it renews."""
         name = str(holder.get("holder", "unknown"))[:200]
         end = _now() + LEASE_SECONDS
         if not (dead := _has_ended(holder)):

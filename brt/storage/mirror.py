@@ -49,7 +49,7 @@ _IN_CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/\d+/", re.DOTALL)
 _CHECKPOINT = re.compile(rf"((?:.*/)?checkpoints/\d+/){re.escape(MANIFEST)}", re.DOTALL)
 # Files of every run after its first save. If one exists, an empty list of objects is wrong.
 _ALWAYS = "config.json", "last_checkpoint.txt", "metrics.jsonl", "provenance.json"
-_HELD = ".held by brt"  # the name of the lock file beside a copy
+_HELD = ".held by brt"  # the lock file of a local copy
 _THREADS = 4  # This number of files is copied at a time.
 # Of files that are larger than this number of bytes, one is copied back at a time. TensorStore
 # needs three times the size of a file in memory.
@@ -516,10 +516,11 @@ def readable(name: str | os.PathLike[str], asked: str = "") -> str:
 
 
 def writable(name: str | os.PathLike[str], asked: str = "", *, new: bool = False) -> str:
-    """Returns the local path of a file or directory that is copied to a bucket after it is written.
+    """Returns the local path to write to; what is written is copied if `name` is in a bucket.
 
-    Existing objects are not copied. ConfigError is raised if the place may not be written to or,
-    for a `new` directory, if its objects may not be listed.
+    Existing objects are not copied to this machine. ConfigError, which names the setting or
+    argument `asked`, is raised if the place may not be written to or, for a `new` directory, if its
+    objects may not be listed.
     """
     place = parse(name, asked)
     if isinstance(place, str):
@@ -599,6 +600,6 @@ def _new_root() -> Path:
                     old.unlink()
         root = place / f"{own}-{secrets.token_hex(8)}"
         root.mkdir(mode=0o700)
-        # The open file is held until the process ends.
+        # The process keeps this lock until it ends.
         durable.acquire_lock(os.open(root / _HELD, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC))
     return root

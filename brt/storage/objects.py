@@ -75,7 +75,7 @@ class Bucket:
         yield from self._several(lambda key: self._store.read(key.encode()), keys, _object)
 
     def changed(self, generations: Mapping[str, bytes]) -> Iterator[tuple[str, Object]]:
-        """Yields (key, object) of each small object that exists and has a different generation."""
+        """Yields (key, object) of small objects now at another generation than generations[key]."""
 
         def begin(key: str) -> Any:
             return self._store.read(key.encode(), if_not_equal=generations[key])

@@ -27,7 +27,7 @@ from brt.training.preemption import StopSignal
 from brt.training.progress import clock
 from brt.training.workdir import Workdir, explain_write_errors
 
-_KINDS = {2: "config", 3: "data", 4: "checkpoint", 5: "diverged", 70: "hung"}
+_KINDS = {2: "config", 3: "data", 4: "checkpoint", 5: "diverged", 70: "hung"}  # by exit code
 _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|MemoryError|std::bad_alloc|out of memory", re.I)
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _TAIL_BYTES = 20_000
@@ -152,7 +152,7 @@ class Runner:
     def __init__(self, workdir: Path, split: str, jobs: int, say: Callable[[str], None]):
         self._workdir, self._split, self._jobs, self._say = workdir, split, jobs, say
         self._running: list[_Job] = []
-        self._announced: set[int] = set()
+        self._announced: set[int] = set()  # numbers of points that other processes run
 
     def run(self, points: Sequence[Point]) -> None:
         """Trains and evaluates points until all have ended or a signal has stopped them."""
@@ -213,7 +213,7 @@ class Runner:
         lock: IO[bytes],
         progress: PointProgress,
     ) -> _Job:
-        """Starts the next command of a point."""
+        """Starts brt.train for a point or, if it is trained, brt.evaluate; returns the job."""
         trained = progress.status in ("trained", "finished")
         where = f"--workdir={storage.shown(directory.path)}"
         if trained:

@@ -45,7 +45,7 @@ _DISTRIBUTIONS = ("uniform", "log_uniform", "integer", "choice")
 
 
 class NamedPoint(NamedTuple):
-    """A point of Sweep.points: `{'name': 'T5', 'include': 't5.gin', 'Training.epochs': 2.0}`."""
+    """A set of bindings of Sweep.points: `{'name': 'T5', 'include': 't5.gin', ...}`."""
 
     name: str
     include: tuple[str, ...]  # the paths of the .gin files that the point includes

@@ -69,7 +69,7 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
     """Raises ConfigError for settings that the task rejects, or that would have no effect.
 
     A setting of another task has no effect; if it is bound to its default, it is accepted.
-    `origins` has the place (file and line, or flag) where the user bound each setting.
+    `origins` has the file and line, or the flag, that binds each setting; None omits this check.
     """
     task = from_config(config)
     # If a run starts from weights, the weights determine some settings. These settings are not
@@ -97,7 +97,7 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
 
 
 def unread_sections(config: Config) -> set[str]:
-    """Returns the config sections that other tasks read, but not the config's task."""
+    """Returns the config sections that only other tasks read, which printed configs leave out."""
     every = set().union(*map(_sections, TASK_SECTIONS))
     return every - _sections(config.training.task)
 

@@ -28,7 +28,7 @@ def basis(documents: int) -> str:
 
 
 def position_ranges(starts: Sequence[int], length: int) -> np.ndarray:
-    """Returns for each position below `length` the index of the last start that is not above it."""
+    """Returns the index of the range of each position below `length`; ranges begin at `starts`."""
     return np.searchsorted(starts, np.arange(length), side="right") - 1
 
 
@@ -45,7 +45,7 @@ def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) ->
 def difference_of_runs(
     nats: Float[np.ndarray, "R N"], other: Float[np.ndarray, "S N"], sizes: np.ndarray
 ) -> Difference:
-    """Returns `paired_difference` of the means of R and of S training runs with different seeds.
+    """Returns `paired_difference` of the means of R and of S training runs, for N documents.
 
     With several runs, the interval also says how much the difference would vary with other seeds:
     the variance over documents and the variances of both means over runs add up, and the degrees

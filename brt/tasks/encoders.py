@@ -106,7 +106,7 @@ class EncoderTask(Task):
     def predict(
         self, config: Config, params: PyTree[Array], batch: Any, key: Array | None = None
     ) -> Float[Array, "B ..."]:
-        """Returns the head's logits [B, ...]; the field `valid` of a batch is the mask of padding.
+        """Returns the head's logits [B, ...]; the field `valid` of a batch is False for padding.
 
         `key` is the random key of a training step. Without a key, there is no dropout, and kinds of
         attention that draw random numbers draw the same ones in every call.
@@ -122,7 +122,7 @@ class EncoderTask(Task):
         return logits
 
     def flops(self, config: Config, batch: Any) -> int | None:
-        """The result is None if the attention is not exact."""
+        """Returns None if the attention is not exact, because its FLOPs are not counted."""
         if with_exact_attention(config) is not None:
             return None
         rows, length = (batch.scored if isinstance(batch, Batch) else batch.valid).shape
@@ -239,9 +239,7 @@ class EncoderTask(Task):
 
 
 def with_exact_attention(config: Config) -> Config | None:
-    """Returns the config with the exact attention that the config's kind approximates; None if the
-    attention of the config is exact already.
-    """
+    """Returns the config with the exact attention that its kind approximates; None if exact."""
     if config.attention.kind in ("full", "shared_full"):
         return None
     kind = "shared_full" if config.attention.kind == "reformer" else "full"

@@ -115,7 +115,7 @@ class Task(abc.ABC):
         )  # fmt: skip
 
     def unrolls_layers(self, config: Config) -> bool:
-        """Returns True if accelerators compute the model's layers without a loop over layers."""
+        """Returns True if accelerators run layers without a loop, which needs no stacked arrays."""
         return not getattr(getattr(config, self.model), "remat", False)
 
     def sharded_sizes(self, config: Config) -> DivisibleSizes:
@@ -164,7 +164,7 @@ class Task(abc.ABC):
         return ()
 
     def constant_model_state(self, config: Config) -> tuple[str, ...]:
-        """Returns the names of constant model state entries, whose files checkpoints share."""
+        """Returns the names of model state entries that never change; checkpoints share a copy."""
         return ()
 
     def update_model_state(self, config: Config, model_state: PyTree[Array]) -> PyTree[Array]:
@@ -201,7 +201,7 @@ class Task(abc.ABC):
         return None
 
     def inspect(self, variables: Variables, request: InspectionRequest) -> Inspection:
-        """Measures how a model uses its memory, for `brt.inspect --probe`."""
+        """Measures how a model uses its memory; raises ConfigError if the task has no memory."""
         raise ConfigError("--probe is for language models; this one carries no memory on")
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
@@ -211,7 +211,7 @@ class Task(abc.ABC):
         return None
 
     def primary_metric(self, dataset: Dataset) -> Metric:
-        """Returns the metric that plots and summaries show: the first metric that is defined."""
+        """Returns the metric that plots and summaries show; by default, the first of `metrics`."""
         return self.metrics[0]
 
     def units_per_token(self, config: Config, dataset: Dataset) -> float:
@@ -227,7 +227,7 @@ class Task(abc.ABC):
         raise self.cannot_generate()
 
     def scorer(self, config: Config, tokenizer: Tokenizer) -> Scorer:
-        """Returns an object that computes the loss of each token of a text."""
+        """Returns an object that computes each token's loss; ConfigError for tasks without one."""
         raise ConfigError(
             f"Training.task = {self.name!r} trains a model that predicts no text by itself; "
             "python -m brt.evaluate computes its metrics"

@@ -38,7 +38,7 @@ def _stemmer() -> Any:
 
 @lru_cache(maxsize=1 << 16)
 def stem(word: str) -> str:
-    """Returns the stem of a word in lower case."""
+    """Returns Porter's stem of a lower-case word."""
     return _stemmer().stem(word)
 
 

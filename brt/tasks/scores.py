@@ -74,7 +74,7 @@ def score_summaries(summaries: Sequence[Summary], protocol: RougeProtocol) -> Sc
 
 
 def f1_scores(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the F1 of each ROUGE score of a report; {} if nothing was generated."""
+    """Returns the F1 of each ROUGE score of a report, by name; {} if nothing was generated."""
     return {name: score["f1"] for name, score in report.get("rouge", {}).items()}
 
 

@@ -66,7 +66,7 @@ class RecentLosses:
     def limit(self, step: int) -> float:
         """Returns the loss, in nats per token, above which the loss of a step is a jump.
 
-        The limit is infinite while fewer than FEWEST losses are known.
+        The limit uses losses before step - 1; it is infinite while fewer than FEWEST are known.
         """
         known = [loss for other, loss in self._losses if other < step - 1][-RECENT:]
         if len(known) < FEWEST:

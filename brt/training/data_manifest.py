@@ -52,9 +52,9 @@ def write(
 ) -> None:
     """Writes the tokenizer of `dataset`, and data.json, into a run directory.
 
-    The files beside the tokenizer of `weights`, from which the run starts, are kept, because
-    prepared data may be shared by models with the same tokenizer. `new` = False keeps the files
-    that a resumed run has beside its tokenizer.
+    If the run starts from `weights`, further files about the tokenizer (`originals`) come from
+    there, because the data may have been prepared for another model with the same tokenizer.
+    `new` = False keeps the further files that a resumed run has.
     """
     beside = dataset.tokenizer.beside
     if new:
@@ -103,7 +103,7 @@ def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
 def with_own_tokenizer(config: Config, workdir: Workdir, checkpoint: VerifiedCheckpoint) -> Config:
     """Returns a config that names the run's copy of the tokenizer if it named the original file.
 
-    The original file may be gone.
+    The original may be gone. If it has changed since the run began, a warning says so.
     """
     saved = config_from_json(checkpoint.meta["config"])
     task, name = tasks.from_config(saved), tasks.from_config(config).data

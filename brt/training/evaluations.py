@@ -53,9 +53,9 @@ OnResult = Callable[[Evaluated], object]
 def scalars(
     task: Task, evaluator: Evaluator, split: str, report: Mapping[str, Any], whole: bool
 ) -> dict[str, float]:
-    """Returns the metrics that are logged as curves, by tag: "eval/validation/bits_per_byte".
+    """Returns the metrics of `report` to log, by tags like "eval/validation/bits_per_byte".
 
-    If training usually evaluates a part of the split, metrics of the whole split get another
+    If training usually evaluates a part of the split, metrics of the `whole` split get another
     prefix, because the two kinds of numbers cannot be compared and must not share a curve.
     """
     prefix = f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
@@ -141,7 +141,7 @@ def open_evaluator(
     other: SavedModel | None = None,
     generate: bool = False,
 ) -> Evaluator:
-    """Opens a split, and returns what evaluates the checkpoints of a run on it.
+    """Opens a split, and returns the `Evaluator` of a run's checkpoints on it.
 
     `ablate` is a part of the carry ("cache", "state", "memory", or "both" for all three) that a
     second evaluation resets before every segment. A language model is evaluated once with each of

@@ -140,7 +140,7 @@ def conversions(config: Config, shapes: TrainState, mesh: Mesh) -> tuple[Convers
 def _conversion(
     params: Callable[[PyTree], PyTree], optimizer: Callable[[PyTree], PyTree], result: TrainState
 ) -> Conversion:
-    """Returns a function that gives parameters and optimizer state the form of `result`.
+    """Returns a function that converts a state, by `params` and `optimizer`, to the form `result`.
 
     The function is compiled at its first call. It does nothing if the state has this form already.
     """

@@ -70,9 +70,9 @@ def joined(matrices: Group, like: Parameters, axes: Axes) -> Parameters:
 
 
 class Arrays(NamedTuple):
-    """What an optimizer reads about parameters outside of stacks, or in stacks of equal depth."""
+    """Gradients, state and parameters: unstacked, or of all stacks with one number of layers."""
 
-    depth: str  # the number of layers, or "" if the arrays have no axis of layers
+    depth: str  # the number of layers, as a string; "" if unstacked
     gradients: Group
     state: Any  # in the separate form, a list with the state of each layer
     params: Group
@@ -91,7 +91,7 @@ class Arrays(NamedTuple):
 def grouped(
     gradients: Parameters, state: LayerwiseState, params: Parameters, axes: Axes
 ) -> list[Arrays]:
-    """Returns the arrays outside of stacks, and then those of the stacks of each depth."""
+    """Returns an `Arrays` of what is outside of stacks, and then one for each depth of stacks."""
     (outside, stacked), (p_outside, p_stacked) = split(gradients, axes), split(params, axes)
     return [Arrays("", outside, state.outside, p_outside)] + [
         Arrays(depth, group, state.stacked[depth], p_stacked[depth])
@@ -105,10 +105,10 @@ def updated(
     like: Parameters,
     axes: Axes,
 ) -> tuple[Parameters, LayerwiseState, list[tuple]]:
-    """Applies `update`, which returns new arrays, new state and a further result, to groups.
+    """Updates groups by `update`, which returns new arrays, new state and a further result.
 
-    Layers in the separate form are updated one by one. Returns the new arrays as a tree like
-    `like`, the new state, and a tuple of the further results for each group.
+    `update` is called for each group or, in the separate form, for each layer of it. Returns the
+    new arrays as a tree like `like`, the new state, and for each group its further results.
     """
     arrays: Group = {}
     states, rest = {}, []

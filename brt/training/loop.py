@@ -188,7 +188,7 @@ BEFORE_STEP: tuple[Hook, ...] = (stop_if_requested, start_profile)
 AFTER_STEP: tuple[Hook, ...] = (
     stop_profile, report, report_start, probe, evaluate, sample, save, answer_requests,
 )  # fmt: skip
-# The loop calls these hooks if the run leaves out its last batches after a bad step.
+# The loop calls these hooks if, after a rollback, the last batches of the run are skipped.
 AFTER_LAST_SKIP: tuple[Hook, ...] = (evaluate, sample, save)
 
 

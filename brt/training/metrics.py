@@ -78,7 +78,7 @@ class MetricsWriter:
             self._offset -= len(_encode(self._line))
 
     def rewind(self, step: int) -> None:
-        """Removes the metrics of steps after `step`, except for those in other trackers."""
+        """Removes the metrics of steps after `step`; W&B and MLflow keep what they were sent."""
         with explain_lost_record(self._path):
             self._file.close()
         self._open(step)

@@ -162,7 +162,7 @@ def learning_rate(
 
 
 def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AUTO) -> Stepper:
-    """Returns the optimizer of a run, which may have a Pallas kernel; see `transformation`.
+    """Returns the optimizer of a run: `transformation`, or its Adafactor by a Pallas kernel.
 
     If Optimizer.clip_norm is set, every optimizer first clips the norm of the gradients.
     `implementation` is that of the op "adafactor".
@@ -359,7 +359,7 @@ def _adafactor_step(
 
 
 def _stacks(group: Arrays, shapes: _Shapes, rules: _Rules) -> dict[str, _Stack]:
-    """Returns, by path, the matrices in one result of `Arrays.layers` that have a Pallas kernel."""
+    """Returns, by path, the matrices of `group` (of `Arrays.layers`) that have a Pallas kernel."""
     depth, gradients, state, params = group
     factored, ema = (_part(state, kind) for kind in (optax.FactoredState, optax.EmaState))
     found = {}
@@ -416,7 +416,7 @@ def _update_group(
 
 
 def _ordered(first: Array, second: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """Returns the vectors of rows and columns; optax calls the shorter one v_row."""
+    """Converts optax's (v_row, v_col), of which v_row is shorter, to (rows, columns), or back."""
     rows, columns = shape
     return (first, second) if rows <= columns else (second, first)
 
@@ -434,7 +434,7 @@ def _restricted(state: Any, names: Iterable[str]) -> Any:
 
 
 def _with_moments(state: Any, found: dict[str, Moments], depth: str) -> Any:
-    """Returns optax's state of other parameters with the moments `found`, by path, added to it."""
+    """Adds `found`, the kernel's new moments by path, to optax's state of the other parameters."""
     vectors, unused, momenta = {}, {}, {}
     for name, (rows, columns, momentum) in found.items():
         vectors[name] = _ordered(rows, columns, momentum.shape[bool(depth) :])

@@ -131,7 +131,7 @@ class PhaseTracker:
 
 
 def until_first_step(seconds: Mapping[str, float]) -> str:
-    """Returns a line about the time until the end of the first step, divided as in `seconds`."""
+    """Returns a line about the time until the end of the first step; `seconds` are by phase."""
     names = {"stepping": "first step", "starting": "other"}
     tenths = {names.get(name, name): round(10 * time) for name, time in seconds.items()}
     tenths["other"] = tenths.pop("other", 0)  # It comes last.

@@ -40,15 +40,15 @@ def count(mesh: rules.Mesh | None = None) -> int:
 
 
 def groups(mesh: rules.Mesh | None = None) -> int:
-    """Returns the number of groups of devices along `Mesh.data` that share a model; 1 if each
-    device holds a whole model.
+    """Returns the number of groups along `Mesh.data`, in each of which the devices share one model;
+    1 if each device holds a whole model.
     """
     shape = (mesh or jax.sharding.get_abstract_mesh()).shape
     return shape.get(_AXIS, 1) if count(mesh) == 1 else 1
 
 
 def in_groups(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-    """Returns a function that runs `function` in every group (`jax.vmap`)."""
+    """Returns `jax.vmap` of `function` over the groups, each of which computes its own part."""
     return jax.vmap(function, in_axes, axis_name=rules.GROUPS, spmd_axis_name=_AXIS)
 
 

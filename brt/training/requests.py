@@ -30,7 +30,8 @@ class Requests:
     directory. Only the first process looks for these files, and tells the other processes. The file
     is removed after the request has been fulfilled. If the run is killed before, it fulfils the
     request when it is started again. Every call of `stop` counts as progress in `phases`, because
-    the run calls `stop` regularly while it trains, evaluates or samples.
+    the run calls `stop` regularly while it trains, evaluates or samples. `evaluates` is False for a
+    run without evaluations, and `stack` ends the threads.
     """
 
     def __init__(

@@ -257,7 +257,7 @@ def lowered_step(config: Config, shapes: Shapes | Run, batch: Any) -> jax.stages
 
 
 def step_inputs(state: TrainState) -> tuple[Any, TrainState]:
-    """Returns the parameters, and the train state without them, which a step donates separately."""
+    """Returns the first two arguments of `lowered_step`: parameters, and the rest of the state."""
     return state.params, state._replace(params=None)
 
 
@@ -337,7 +337,7 @@ def _state_of(config: Config, optimizer: Stepper, params: PyTree[Array]) -> Trai
     )
 
 
-_BYTES = Data().tokenizer
+_BYTES = Data().tokenizer  # the default, which the tokenizer of weights replaces
 
 
 def find_weights(config: Config, checkpoint: VerifiedCheckpoint | None = None) -> Weights | None:

@@ -25,7 +25,7 @@ from brt.training.workdir import Workdir
 
 
 def describe_start(run: Run, workdir: Workdir) -> str:
-    """Returns a line about a run. The memory in it is of the train state, without activations."""
+    """Returns a line about devices, sizes, and memory of the train state (without activations)."""
     total, non_embedding = parameter_counts(run.state_shapes.params)
     tokens = run.reader.positions(run.reader.largest())
     patterns = trainable.patterns(run.config)

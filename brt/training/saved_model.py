@@ -79,7 +79,8 @@ def find_checkpoint(
 def newest_checkpoint(path: Path, warned: Collection[str] = ()) -> VerifiedCheckpoint | None:
     """Returns the newest intact checkpoint of a run directory; None if the run never saved one.
 
-    CheckpointError is raised if none is intact, or if all that were saved have been removed.
+    `warned` is as in `find_checkpoint`. CheckpointError is raised if none is intact, or if all that
+    were saved have been removed.
     """
     directory = Workdir(path).checkpoints
     checkpoint = None
@@ -93,7 +94,7 @@ def newest_checkpoint(path: Path, warned: Collection[str] = ()) -> VerifiedCheck
             f"{path} was saved at step {last}, but there is no checkpoint in {directory}; put "
             "the checkpoints back, or choose another --workdir to start a new run"
         )
-    # If the newest checkpoints are damaged, `find` has already warned the user.
+    # If the newest checkpoints are damaged, `find_checkpoint` has warned the user.
     if not checkpoint.problems:
         reader.warn_on_stderr(
             f"checkpoint {last} is gone from {directory}; using {checkpoint.step}"
@@ -102,7 +103,7 @@ def newest_checkpoint(path: Path, warned: Collection[str] = ()) -> VerifiedCheck
 
 
 class SavedModel(NamedTuple):
-    """The parameters of a checkpoint, with the config and metadata that they were saved with."""
+    """The parameters of a checkpoint, with its config and its metadata."""
 
     workdir: Workdir
     step: int

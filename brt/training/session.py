@@ -391,7 +391,7 @@ def enter_workdir(workdir: Workdir, stack: contextlib.ExitStack) -> Workdir:
 def _find_again(
     workdir: Workdir, checkpoint: VerifiedCheckpoint | None
 ) -> VerifiedCheckpoint | None:
-    """Returns the checkpoint to resume from, or None; `checkpoint` was found before the lock."""
+    """Finds the newest checkpoint again, now under the lock; `checkpoint` was found before it."""
     steps = reader.steps(workdir.checkpoints)
     if steps and (checkpoint is None or steps[-1] > checkpoint.step):
         # Either another trainer saved a checkpoint before this process locked the directory, or the

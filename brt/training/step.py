@@ -216,7 +216,7 @@ def train_step(
 def _unless_bad(
     before: TrainState, new: TrainState, metrics: StepMetrics, limit: Array | None
 ) -> tuple[TrainState, StepMetrics]:
-    """Returns the new state (the old one with the new number if the step is bad) and the metrics.
+    """Returns the new state, or the old one with the new `step` if the step is bad; and metrics.
 
     A step is bad if its loss, gradients or new state are not finite, or its loss exceeds `limit`.
     """
@@ -240,8 +240,8 @@ class MetricAccumulator:
     """Totals of the metrics since the last report, and of the tokens since step 0.
 
     The state is saved in checkpoints, so that a resumed run reports the same numbers; `saved` is
-    None at step 0. `on_skip` is called with the number of every step that left the train state
-    unchanged, and why.
+    None at step 0. `spike_factor` is Training.spike_factor. `on_skip` is called with the number of
+    every step that left the train state unchanged, and why.
     """
 
     def __init__(

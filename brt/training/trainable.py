@@ -51,7 +51,7 @@ def check_patterns(
 
 
 def _near(name: str, paths: Collection[str]) -> list[str]:
-    """Returns the paths that have a part which is similar to `name`."""
+    """Returns paths to suggest for `name`: those with the part that is most similar to it."""
     parts: dict[str, list[str]] = {}
     for path in paths:
         names = path.split("/")

@@ -60,7 +60,7 @@ def explain_write_errors(
 
 @contextlib.contextmanager
 def explain_lost_record(path: Path) -> Iterator[None]:
-    """Context that raises CheckpointError for an OSError of a file that a run cannot do without."""
+    """Context that turns an OSError into a CheckpointError, for files that a run must write."""
     try:
         yield
     except OSError as error:
@@ -148,7 +148,7 @@ _LONGEST_HOLDER = 500  # At most this number of bytes are read from a lock file.
 
 
 class _In:
-    """A path in a run directory, as an attribute of `Workdir`."""
+    """A descriptor: the attribute of a `Workdir` that is the path of the file `name` in it."""
 
     def __init__(self, name: str):
         self._name = name

@@ -45,7 +45,7 @@ def store(request, tmp_path):
 
 
 def reader(store, **settings):
-    settings = {"batch_size": 3, "segment_length": 8, "window": WINDOW, "seed": 5, **settings}
+    settings = {"batch_size": 3, "segment_length": 8, "block_length": WINDOW, "seed": 5, **settings}
     return LaneReader(store=store, **settings)
 
 
@@ -185,7 +185,7 @@ def test_a_state_of_another_reader_is_refused(mixed, tmp_path):
         (reader(mixed, batch_size=2), "batch_size was 3 and is 2"),
         (reader(mixed, seed=1), "seed was 5 and is 1"),
         (reader(mixed, segment_length=4), "segment_length was 8 and is 4"),
-        (reader(mixed, window=8), "window was 4 and is 8"),
+        (reader(mixed, block_length=8), "window was 4 and is 8"),
         (reader(mixed, shuffle=False), "shuffle was True and is False"),
         (reader(other), "store was [0-9a-f]{64} and is [0-9a-f]{64}"),
     ):
@@ -295,7 +295,7 @@ def test_no_lane_is_read_that_saves_no_step(store, most):
 
 
 NEAR, FAR = (f"memory:copy/train/40?distance={distance}&length=4" for distance in (8, 64))
-SIZES = {"batch_size": 4, "segment_length": 32, "window": 8}
+SIZES = {"batch_size": 4, "segment_length": 32, "block_length": 8}
 
 
 def staged_reader(cache: Path, train: tuple[str, ...], *steps: int) -> LaneReader:

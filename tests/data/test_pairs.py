@@ -64,17 +64,17 @@ def test_only_completions_and_ends_are_scored_however_they_are_cut(
     store: TokenStore, lanes: int, segment: int
 ) -> None:
     expected = sorted([byte for row in ROWS[1:] for byte in (*row["summary"].encode(), END)])
-    sizes = {"batch_size": lanes, "segment_length": segment, "window": WINDOW}
-    reader = LaneReader(store=store, seed=3, **sizes)
+    sizes = {"batch_size": lanes, "segment_length": segment}
+    reader = LaneReader(store=store, seed=3, block_length=WINDOW, **sizes)
     trained = [reader[step] for step in range(reader.steps_per_epoch)]
-    evaluated = [batch for batch, _ in evaluation_batches(store, **sizes)]
+    evaluated = [batch for batch, _ in evaluation_batches(store, window=WINDOW, **sizes)]
     for batches in (trained, evaluated):
         found = [batch.targets[batch.scored] for batch in batches]
         assert sorted(np.concatenate(found).tolist()) == expected
         read = np.concatenate([batch.inputs.ravel() for batch in batches])
         assert np.isin(np.frombuffer(b"text", np.uint8), read).all(), "prompts are read"
     plain = dataclasses.replace(store, spans=None)
-    whole = [batch for batch, _ in evaluation_batches(plain, **sizes)]
+    whole = [batch for batch, _ in evaluation_batches(plain, window=WINDOW, **sizes)]
     for one, other in zip(evaluated, whole, strict=True):
         assert (one.inputs == other.inputs).all() and (one.targets == other.targets).all()
         assert not (one.scored & ~other.scored).any()

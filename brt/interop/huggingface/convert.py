@@ -119,7 +119,7 @@ def to_hf(
 
 
 def load_converted(source: Path) -> ExportFormat:
-    """Returns the export of the checkpoint `source`, which `from_hf` may have written."""
+    """Returns an export, for `to_hf`, of the directory `source` in Hugging Face's format."""
     content = to_format(pretrained.read(source)[0], originals.read(source / files.FILE))
     return content._replace(copy_tokenizer=partial(pretrained.copy_tokenizer, source))
 
@@ -143,7 +143,7 @@ def _compare(
 
 
 def _compare_with_transformers(model: Pretrained, theirs: Path) -> str:
-    """Returns a line on how the logits of a model and of transformers for `theirs` differ."""
+    """Returns a line on how a model's logits differ from transformers' for directory `theirs`."""
     params, described = model
     x = described.inputs()
     output = verify.transformers_output(theirs, described.transformers_class, x)

@@ -41,7 +41,7 @@ SPECIAL = {
     "forced_bos": "forced_bos_token_id",
     "forced_eos": "forced_eos_token_id",
 }
-STATED = {*GENERATION, *SPECIAL.values()}
+STATED = {*GENERATION, *SPECIAL.values()}  # Keys that brt applies, and that an export states.
 # These values of `early_stopping` have the names on the right in Decoding.early_stopping.
 STOPPING: dict[Any, str] = {True: "yes", False: "heuristic", "never": "never"}
 _T5 = {

@@ -21,7 +21,7 @@ from brt.errors import CheckpointError, ConfigError
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_READ = {
+_READ = {  # dtypes, as safetensors names them
     "F64",
     "F32",
     "F16",

@@ -90,7 +90,7 @@ def export_arrays(
     params: Mapping[str, Any], places: Mapping[str, Place]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the parameters as arrays of a checkpoint: pairs of Hugging Face's name and the array
-    in Hugging Face's layout.
+    in Hugging Face's layout. Raises CheckpointError if a parameter has no such name.
     """
     flat = flatten_dict(dict(params), sep="/")
     if nameless := [ours for ours in flat if not places[ours].names]:

@@ -10,7 +10,8 @@ If a layer is resident, phases 0 and 1 copy its gradients, parameters and moment
 memory, and each array is read from HBM once. Otherwise gradients are read in all phases, and
 parameters in phases 0 and 2.
 
-In shapes, A is the number of rows of a layer, B of columns, and T of tiles, so that A = T R.
+A layer is a matrix of the stack. In shapes, A is the number of its rows, B of its columns, C of the
+columns of a chunk (`Tiles.chunk`), and T of its tiles, so that A = T R.
 """
 
 import functools
@@ -283,9 +284,8 @@ def _new_moments(
     rows: Any, columns: Any, new_rows: Any, new_columns: Any, held: Scratch, decay: Array,
     tiles: Tiles,
 ) -> None:  # fmt: skip
-    """Computes the second moments of a layer, and the factors of rows and columns.
-
-    The update is the product of the gradient and of both factors.
+    """Computes the second moments of a layer, and the factors of rows and columns, by which the
+    gradient is multiplied to get the update.
     """
     of_row = held.row_factors[...] / tiles.columns + EPSILON
     of_column = jnp.sum(held.column_sums[...], axis=0, keepdims=True) / tiles.rows + EPSILON
@@ -314,9 +314,8 @@ def _add_squared_updates(
 
 
 def _scale_factors(held: Scratch, rate: Array, tiles: Tiles) -> None:
-    """Multiplies the factors of columns by the scale of the update.
-
-    The scale depends on the root mean squares of the update and of the parameter.
+    """Multiplies the factors of columns by the scale of the update, which depends on the root mean
+    squares of the update and of the parameter.
     """
     size, factors = tiles.rows * tiles.columns, held.column_factors[...]
     norm = jnp.sqrt(jnp.sum(held.update_sums[...] * (factors * factors), keepdims=True) / size)

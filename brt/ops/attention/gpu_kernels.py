@@ -153,7 +153,7 @@ class TilePair(NamedTuple):
         return getattr(self.program.inputs, name) is not None
 
     def product(self, of_queries: str, of_keys: str) -> Float[Array, "R C"]:
-        """Returns the dot products of vectors of two inputs, with the axes of the logits."""
+        """Returns the dot products of the vectors of two named inputs, laid out as logits."""
         pair = self.tile(of_queries), self.tile(of_keys)
         return tile_product(*(reversed(pair) if self.program.transposed else pair))
 

@@ -180,8 +180,8 @@ class CopyRing(NamedTuple):
         return jax.lax.fori_loop(0, count, run_step, carry)
 
 
-# The following functions are about arrays in registers. The arrays have the layout of the result of
-# a matrix product.
+# The following functions take or return arrays in registers, which have the layout of a matrix
+# product's result.
 
 
 def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:

@@ -1,6 +1,7 @@
 """Attention on TPUs to a whole slab of keys: how the arrays become kernel calls.
 
-`tpu_call` describes the kernels. In shapes, G is the number of heads of keys.
+A slab is the S keys and values that the Q queries of a block share. `tpu_call` describes the
+kernels. In shapes, X is the number of slabs, and G of heads of keys.
 """
 
 import functools
@@ -34,7 +35,7 @@ _ARRAYS = 5  # The kernels need VMEM for this many float32 arrays of a sub-tile'
 
 
 def heads_together(heads: int, width: int) -> int:
-    """Returns the heads of a step: as many as fill 128 lanes, or 1 if `heads` is no multiple."""
+    """Returns how many heads a step has: those that fill 128 lanes, or 1 if this leaves a rest."""
     count = max(LANES // width, 1)
     return count if heads % count == 0 else 1
 
@@ -110,7 +111,7 @@ def slab_sizes(
     queries: Float[Array, "*B Q H K"], keys: Float[Array, "*B S G K"], *, biased: bool = False,
     own_masks: bool = False,
 ) -> SlabSizes:  # fmt: skip
-    """Returns the sizes with the most keys in a call that fit into VMEM, or else the fewest."""
+    """Returns the sizes with the most keys per call that fit into VMEM; if none fit, the fewest."""
     (tokens, heads, width), itemsize = queries.shape[-3:], queries.dtype.itemsize
     together = heads_together(heads, width) if keys.shape[-2] == heads else 1
     tried = [

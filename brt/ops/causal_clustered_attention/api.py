@@ -66,9 +66,8 @@ def memory_scan(
     *,
     implementation: str | None = None,
 ) -> tuple[CentroidMemory, CentroidMemory]:
-    """Returns the memory that the block after the segment reads, and those that its N blocks read.
-
-    The latter are stacked on a first axis N.
+    """Returns the memory that the block after the segment reads, and the memories that the N blocks
+    of the segment read, stacked on a first axis.
 
     Args:
       keys, values: of the cached block (the last before the segment), then of the segment; without

@@ -73,7 +73,7 @@ def attend(inputs: FarInputs, *, attend_to_self: bool) -> Float[Array, "B T H K"
 def previous_blocks(
     keys: Float[Array, "B Z H K"], values: Float[Array, "B Z H K"], cache_mask: Bool[Array, "B N"]
 ) -> tuple[Float[Array, "N B H W K"], Float[Array, "N B H W K"]]:
-    """Returns the keys and values of the block before each block of the segment."""
+    """Returns keys and values of the block before each block; the first is the cached block."""
     blocks = cache_mask.shape[1]
     tokens = keys.shape[1] // (blocks + 1) * blocks
     return split_blocks(keys[:, :tokens], blocks), split_blocks(values[:, :tokens], blocks)

@@ -24,7 +24,7 @@ class QueryTiles(NamedTuple):
 
 
 def tile_size(tokens: int, clusters: int) -> int:
-    """Returns the slots of a tile: the largest power of 2 up to the mean size of a cluster.
+    """Returns the number of slots of a tile, the largest power of 2 up to a cluster's mean size.
 
     It is at least 8 and at most 128. The empty slots are fewer than the slots of `clusters` tiles,
     so with 8 or more queries per cluster, less than half of all slots are empty.

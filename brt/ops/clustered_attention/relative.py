@@ -1,8 +1,9 @@
 """A relative position bias, such as T5's, for clustered attention.
 
 The logits of a cluster are the means of its members' logits, including their biases. The mean blurs
-the distances; the best keys of improved clustered attention get the exact bias of every query. R is
-the number of best keys, and N of tiles of M queries of one cluster; see `api` for the other axes.
+the distances; the best keys of improved clustered attention get the exact bias of every query. The
+argument `row` has the bias of each distance. R is the number of best keys, and N of tiles of M
+queries of one cluster; see `api` for the other axes.
 """
 
 import jax

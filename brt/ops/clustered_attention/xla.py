@@ -136,7 +136,7 @@ def _best_keys_lse(
     best: BestKeys,
     mean_bias: Float[Array, "B H C X"] | None,
 ) -> Float[Array, "B H C"]:
-    """Returns the log-sum-exp of the centroid's logits of its best keys."""
+    """Returns the log-sum-exp of each centroid's logits of the best keys of its cluster."""
     # The paper gives the best keys the same total weight for each member of the cluster.
     logits = matmul_nt(centroids[..., None, :], best_keys)[..., 0, :]
     if mean_bias is not None:

@@ -61,7 +61,7 @@ class CrossCache(NamedTuple):
     counts: Int[Array, " B"]  # the number of segments of each source
     shared: SharedKeys | None  # keys and values that queries of all segments read, too
     table: Float[Array, "B M H K K"] | None  # the states R; None if the form is "carry"
-    carry: NeuronCarry | None  # the current neurons; None if the form is "table"
+    carry: NeuronCarry | None  # state of the neurons; None if the form is "table"
     # The factor of each output feature of the recurrence; None for 1.
     scale: Float[Array, "B H 1 K"] | None
     # The learned weight of the segment's softmax attention, while the recurrence has the weight 1 -

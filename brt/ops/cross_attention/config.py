@@ -25,14 +25,15 @@ class CrossConfig:
     # The segments that the recurrence of a segment sums up: "remaining" stands for all others,
     # "segment" for the segment itself.
     kv_source: Literal["remaining", "segment"]
-    # "feature" divides the recurrence by the norm of the keys, for each output feature.
+    # "feature" divides each output feature of the recurrence by the norm of the same feature of the
+    # keys, over all positions of the source.
     norm: Literal["feature", "none"]
     clamp: float  # the bound to which the recurrence's sums are clipped; 0 stands for no bound
     # How the segment's attention and the recurrence are added up. "sum" adds both, "sigma" gives
     # them the learned weights sigma and 1 - sigma, and "gated" multiplies the recurrence by a
     # learned factor.
     mix: Literal["sum", "sigma", "gated"]
-    # The family of the model; the recurrence is initialized as in the authors' code of this family.
+    # The model's family; it selects the recurrence's initialization, as in the paper's code.
     family: Literal["t5", "bart"]
     # The form in which decoding stores the recurrence (see the module `cache`).
     cache: Literal["auto", "table", "carry"] = "auto"

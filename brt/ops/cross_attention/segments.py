@@ -49,13 +49,13 @@ def first_position(segment: Array | int, count: Array | int, q: int) -> Array | 
 
 
 def most_positions(count: int, end: int, q: int) -> int:
-    """Returns an upper bound of the positions before `end` that read the same segment."""
+    """Returns an upper bound of how many positions before `end` share one of `count` segments."""
     # All positions after the last regular one read the last segment, too.
     return min(max(-(-q // count), end - int(first_position(count - 1, count, q))), end)
 
 
 def segment_counts(valid: Bool[Array, "B X"], config: CrossConfig, size: int) -> Int[Array, " B"]:
-    """Returns the number of segments of each source, at least 1.
+    """Returns the number of segments of `size` positions of each source, at least 1.
 
     Segments extend to the last valid position or, if `counts_padding`, to the end of the padding.
     """

@@ -176,7 +176,7 @@ def backward_kernel(
 def _segment_sums(
     inputs: NeuronKernelInputs, own: Any, settings: NeuronKernelSettings
 ) -> tuple[Array, Array]:
-    """Writes A_j of each segment to `own`; returns their total and the sums of squared keys."""
+    """Writes A_j, the sum of k v^T over segment j, to `own`; returns sum_j A_j and sums of k^2."""
 
     def add_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         keys = inputs.keys[j]

@@ -1,7 +1,7 @@
 """The keys and values that the queries of each segment read (its window), and attention to them.
 
-In shapes, M is the number of segments, S of keys of a window, Q of queries that read it, and Y of
-shared keys, or of all keys of a window in the result of `with_shared`.
+In shapes, M is the number of segments, S of keys of a window, Q of queries that read it, Y of
+shared keys, and Z = S + Y of the keys of a window with the shared ones.
 """
 
 from typing import Any, NamedTuple
@@ -60,8 +60,8 @@ def with_shared(
     mask: Bool[Array, "*B S"],
     shared: SharedKeys | None,
     axis: int,
-) -> tuple[Float[Array, "*B H Y K"], Float[Array, "*B H Y K"], Bool[Array, "*B Y"]]:
-    """Returns the windows, with shared keys and values, if any, appended; windows are on `axis`."""
+) -> tuple[Float[Array, "*B H Z K"], Float[Array, "*B H Z K"], Bool[Array, "*B Z"]]:
+    """Returns keys, values and mask with `shared` appended; `axis` is the axis of windows."""
     if shared is None:
         return keys, values, mask
 
@@ -90,8 +90,8 @@ def attend_to_window(
 ) -> Float[Array, "*B H Q K"]:
     """Returns the softmax attention to windows; zeros for a query without a usable key.
 
-    The mask has no axis of queries if it is the same for all. `lanes` is the axis of `queries` that
-    has the rows of the batch, for which dropout draws separate numbers.
+    The mask has no axis of queries if it is the same for all. `lanes` is the index of the batch
+    axis of `queries`; dropout draws other random numbers for each row.
     """
     factors = None
     if dropout is not None:

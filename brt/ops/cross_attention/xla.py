@@ -85,7 +85,7 @@ def _is_dense(
 
 
 def slots_per_row(count: int, length: int, t0: int, q: int) -> int:
-    """Returns G, the slots that a row needs if sources have 1 to `count` segments."""
+    """Returns G, the number of slots that a row needs if sources have 1 to `count` segments."""
 
     # This is the largest number of queries of a segment, divided by its rows.
     def needed_slots(segments: int) -> int:

@@ -269,7 +269,7 @@ def _tile(tokens: int, table: Array, dtype: jnp.dtype) -> tuple[int, int, int]:
 
 
 def _tiles(tokens: int, vocabulary: int, width: int, dtype: jnp.dtype) -> list[tuple[int, int]]:
-    """Returns all tiles of tokens and vocabulary entries that fit into VMEM in both kernels."""
+    """Returns sizes of tiles (tokens, vocabulary entries) that fit into VMEM in both kernels."""
     sizes = ((_largest(tokens, r), _largest(vocabulary, c)) for c in _COLUMNS for r in _ROWS)
     return [(r, c) for r, c in sizes if _vmem_bytes(r, c, width, dtype.itemsize) <= _room()]
 

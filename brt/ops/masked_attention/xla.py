@@ -38,7 +38,7 @@ def attend_part(
     of_query = max(q.shape[0] * heads * k.shape[2] // shared, 1)
     # Each tile reads and writes the sums of the gradients of all keys and values, which takes long
     # if tiles are small. By default, a tile therefore has at least as many logits as the keys have
-    # numbers.
+    # elements.
     limit = max(TILE_LOGITS // of_query, width) if tile is None else tile // of_query
     size = max(min(length, limit), 1)
     count = -(-length // size)

@@ -19,7 +19,7 @@ from brt.ops.recurrent_attention.cell import CellWeights, StateKV
 
 
 def _with_normalized_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    # The keys are normalized once, although the states of two blocks attend to each token.
+    # Keys are normalized here, once, because the states of two blocks read each key.
     def state_scan_of_raw_keys(
         weights: CellWeights, initial: Array, vectors: Array, cached: tuple[Array, Array],
         keys: Array, *others: Array, normalize_qk: bool, **options: Any,

@@ -46,7 +46,7 @@ _NO_TAPS = _Kernels(None, None, None, None)
 
 
 def _input_axes(kernels: _Kernels) -> _Kernels:
-    """Returns the number of axes that each product sums over."""
+    """Returns how many axes of each kernel its product sums over."""
     return _Kernels(1, *(k if k is None else jnp.ndim(k) - 1 for k in kernels[1:]))
 
 
@@ -157,7 +157,7 @@ def state_scan(
             state_kvs.append(states)
 
         def stacked(*parts: Float[Array, "B S H K"]) -> Float[Array, "B N S H K"]:
-            # In memory, heads are before states, as attention to the states reads them.
+            # The array is stored heads first, as attention to the states reads it.
             return jnp.stack([x.swapaxes(1, 2) for x in parts], axis=1).swapaxes(2, 3)
 
         return carry[0], jax.tree.map(stacked, *state_kvs)

@@ -24,7 +24,7 @@ def _by_head_and_block(
 ) -> Callable[..., Array]:
     """Wraps an implementation that expects heads before tokens in queries, and an axis of blocks.
 
-    The wrapper also normalizes queries if a scale is passed.
+    `swapaxes` swaps these axes. The wrapper also normalizes queries if a scale is passed.
     """
 
     def attend_by_token(

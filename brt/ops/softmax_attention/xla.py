@@ -20,9 +20,9 @@ def attend_by_head(
     mask: Bool[Array, "*B S"] | Bool[Array, "*B Q S"] | None,
     dropout: Float[Array, "*B H Q S"] | None = None,
 ) -> Float[Array, "*B H Q K"]:
-    """Returns the attention of every query to the one or more keys where the mask is True.
+    """Returns the attention of every query to the keys where the mask is True, one at least.
 
-    `dropout` has factors of the weights.
+    Without a mask, all keys are seen. `dropout` has factors of the weights.
     """
     return _attend(queries, keys, values, mask, dropout)
 

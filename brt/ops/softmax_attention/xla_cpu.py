@@ -23,7 +23,7 @@ def attend(
     v: Float[Array, "*B H S K"],
     mask: Bool[Array, "B S"] | None,
 ) -> Float[Array, "*B H Q K"]:
-    """Returns the attention of every query to the one or more keys where the mask is True."""
+    """Returns the attention of every query to the one or more keys that `mask`, if any, shows."""
     return _forward(q, k, v, mask)[0]
 
 

@@ -192,11 +192,12 @@ def with_null_keys(
 def _on_each_device(
     attend: Callable[[WindowInputs], AttentionPart], inputs: WindowInputs, *, sharded: bool
 ) -> AttentionPart:
-    """Runs `attend` on each device's parts of the inputs; if `sharded`, blocks are sharded."""
+    """Runs `attend` on each device's parts of the inputs; `sharded` also splits the blocks."""
     members = inputs.queries.shape[2] // inputs.keys.shape[2]
 
     def attend_on_device(own: WindowInputs) -> AttentionPart:
         cached, heads = own.cached, own.queries.shape[2]
+        # The keys are not split by head, so each device takes the heads that its queries need.
         if own.keys.shape[2] * members > heads:
             take = functools.partial(local_groups, heads=heads, members=members, axis=_HEADS_AXIS)
             cached = take(cached[0]), take(cached[1])

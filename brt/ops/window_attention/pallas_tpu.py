@@ -121,8 +121,8 @@ def attend_to_subwindows(
     """Returns window attention, merged from calls of `attend` for sub-windows of `size` keys.
 
     If a token sees no key, the log-sum-exp is `softmax.FLOOR` plus the logarithm of the number of
-    sub-windows. The place of a document's first token may be after the tokens that `attend` gets,
-    which then see no key.
+    sub-windows. A document may begin (`first`) after the tokens that `attend` gets; these then see
+    no key.
     """
     window, tokens, bias = inputs.window, inputs.keys.shape[1], inputs.bias
     pairs = zip(inputs.cached, (inputs.keys, inputs.values), strict=True)

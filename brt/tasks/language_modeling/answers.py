@@ -44,7 +44,7 @@ class ScoredAnswer(NamedTuple):
 
 
 def answer_spans(store: TokenStore, tokenizer: Tokenizer) -> dict[int, list[AnswerSpan]]:
-    """Returns the answers in each document of a memory task, by document index."""
+    """Returns the answers in each document of a memory task, by its index; {} without any."""
     spans: dict[int, list[AnswerSpan]] = {}
     for document, name in enumerate(store.names):
         if not name.startswith(MEMORY):

@@ -54,7 +54,7 @@ class ContinuationScorer:
     def _later(
         self, variables: Variables, memory: Memory, tokens: Int[np.ndarray, "B T"]
     ) -> list[list[np.ndarray]]:
-        """Returns the scores of all tokens but the first, in pieces."""
+        """Returns the scores of all tokens but the first: [nats, right] of pieces of the texts."""
         separate = with_kernels(variables, separate_kernels(self._model, variables, lanes=1))
         # The program reuses the arrays of the memory that it gets, so this is a copy.
         memory = self._repeat(jax.tree.map(jnp.array, memory), lanes=len(tokens))
@@ -79,7 +79,7 @@ def _repeated(memory: Memory, *, lanes: int) -> Memory:
 def _scores(
     logits: Float[Array, "B V"], tokens: Int[Array, " B"]
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-    """Returns the nats of a token of each lane, and whether it is the most probable one."""
+    """Returns the nats of the given token of each lane, and whether it is the most probable one."""
     own = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     return jax.nn.logsumexp(logits, axis=1) - own, jnp.argmax(logits, axis=1) == tokens
 
@@ -91,10 +91,10 @@ def _read_and_score(
     tokens: Int[Array, "B D"],
     count: Int[Array, ""],
 ) -> tuple[Memory, Float[Array, "B C"], Bool[Array, "B C"]]:
-    """Reads the first `count` tokens, which must fit into the open block.
+    """Reads the first `count` of D tokens, which must fit into the block that is not full yet.
 
-    Returns the new memory, in which a full block is not ended yet, and the scores of the token that
-    follows each of the `count` tokens.
+    Returns the new memory, whose block the caller ends if it is full now, and the scores of the
+    token that follows each of the `count` tokens.
     """
 
     def add_token(i: Int[Array, ""], so_far: tuple) -> tuple:

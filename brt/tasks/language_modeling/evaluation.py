@@ -153,7 +153,7 @@ class TextScorer:
 
 
 def _halved(length: int, block: int, tokens: int) -> int:
-    """Returns `length`, halved while the remaining `tokens` fit: little padding, few programs."""
+    """Halves `length` while whole blocks still hold all `tokens`: little padding, few programs."""
     while length % (2 * block) == 0 and tokens <= length // 2:
         length //= 2
     return length
@@ -181,8 +181,8 @@ def text_metrics(
     """Returns the metrics of a text by name, given its counts and total nats.
 
     Word perplexity is exp(nats per word), as for PG-19. It is None if white space does not separate
-    words, as in Chinese. If the tokens do not reproduce `lost` bytes of the text, only bits per
-    token is defined, and the other metrics are None. BOS and padding do not count as tokens.
+    words, as in Chinese, or if it is huge. If tokens do not reproduce `lost` bytes of the text,
+    only bits per token is defined, and the others are None. BOS and padding do not count as tokens.
     """
     bits = nats / math.log(2)
     separated = not lost and words and characters <= LONGEST_WORDS * words
@@ -230,9 +230,10 @@ class SplitScores:
 class DocumentEvaluator:
     """Evaluates whole documents.
 
-    If `whole` is False, only Evaluation.tokens_per_document tokens of each document are read. With
-    `request.ablate`, a second pass over the split resets this part of the memory before every
-    segment. Raises ConfigError if no layer of the model has such a part.
+    If `whole` is False, only Evaluation.tokens_per_document tokens of each document are read, but
+    pairs are read whole. With `request.ablate`, a second pass over the split resets this part of
+    the memory before every segment; with `request.generate`, completions are generated, too. Raises
+    ConfigError if no layer has such a part, or if the split has no completions to generate.
     """
 
     unit = "tok"
@@ -418,7 +419,7 @@ class DocumentEvaluator:
         *,
         part: str | None,
     ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
-        """Reads a segment; if `forgets` is True, `part` of the memory is reset first.
+        """Reads a segment; if `forgets` is True, `part` of the memory (if any) is reset first.
 
         The flag is an argument of the program, so that the normal and the ablated pass use the same
         compiled program. Returns the results of `segment_scores`.

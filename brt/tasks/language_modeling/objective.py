@@ -82,7 +82,7 @@ def student_state(carry: StackState | DistillationCarry) -> StackState:
 
 
 def carry_of(config: Config, make: Callable[[Model], StackState]) -> StackState | DistillationCarry:
-    """Returns the result of `make` for the trained model and, with distillation, the teacher."""
+    """Returns `make(config.model)` and, with distillation, also the result for the teacher."""
     student = make(config.model)
     if not distills(config):
         return student

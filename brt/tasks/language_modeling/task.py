@@ -192,7 +192,7 @@ class LanguageModeling(Task):
         t = config.training
         return lanes.lane_reader(
             config.data, evaluation.documents(config, dataset, "train"), batch_size=t.batch_size,
-            segment_length=t.segment_length, window=config.model.block_length, seed=t.seed,
+            segment_length=t.segment_length, block_length=config.model.block_length, seed=t.seed,
         )  # fmt: skip
 
     def example_row(self, config: Config) -> Batch:

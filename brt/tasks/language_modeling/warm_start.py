@@ -1,4 +1,7 @@
-"""Warm start from another language model, which may have other kinds of layers."""
+"""Warm start from another language model, which may have other kinds of layers.
+
+Parameters are stacked by runs of neighbouring layers of one kind (`brt.layers.runs`).
+"""
 
 import jax
 import jax.numpy as jnp

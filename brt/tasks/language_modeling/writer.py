@@ -48,7 +48,7 @@ class TextWriter(Writer):
 
     def __init__(self, session: Session, config: Config, tokenizer: Tokenizer):
         self.session, self._config, self._tokenizer = session, config, tokenizer
-        self._several: dict[int, Session] = {}  # the newest session for several texts, by lanes
+        self._several: dict[int, Session] = {}  # session for several texts, by their number
 
     def __call__(self, prompt: Prompt, options: WriteOptions) -> Iterator[str]:
         """Reads a prompt, and yields the continuation in parts, without the prompt.

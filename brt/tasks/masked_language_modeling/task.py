@@ -246,14 +246,14 @@ class MaskedEvaluator:
 
 
 def token_entropy(tokens: Integer[np.ndarray, " N"] | OnDisk) -> float:
-    """Returns the entropy of the frequency distribution of tokens, in bits per token."""
+    """Returns the entropy of the frequencies of the first `_ENTROPY_TOKENS` tokens, in bits."""
     counts = np.bincount(tokens[:_ENTROPY_TOKENS])
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
 def fill_masks(tokenizer: Tokenizer, tokens: np.ndarray, predictions: Predictions) -> str:
-    """Returns a text with masked tokens shown as [guess], or as [guess|token] if wrong."""
+    """Returns the start of a text with masked tokens as [guess], or as [guess|token] if wrong."""
     positions = predictions.positions[predictions.scored].tolist()
     guesses = dict(zip(positions, predictions.guesses[predictions.scored].tolist(), strict=True))
     parts, start = [], 0
@@ -303,7 +303,7 @@ class MaskedLanguageModeling(EncoderTask):
         t = config.training
         return lanes.lane_reader(
             config.data, dataset.split("train"), batch_size=t.batch_size,
-            segment_length=t.segment_length, window=t.segment_length, seed=t.seed,
+            segment_length=t.segment_length, block_length=t.segment_length, seed=t.seed,
         )  # fmt: skip
 
     def loss(

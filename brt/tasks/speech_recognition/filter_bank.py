@@ -56,7 +56,7 @@ def read_wav(path: Path) -> tuple[Float[np.ndarray, " N"], int]:
 
 
 def _chunks(file: BufferedReader) -> tuple[bytes, bytes]:
-    """Returns the content of the chunks "fmt " and "data"; other chunks are skipped."""
+    """Returns the chunks "fmt " and "data" of a wav file; data of unknown length end with it."""
     size = os.fstat(file.fileno()).st_size
     name, total, kind = struct.unpack("<4sI4s", file.read(12))
     if (name, kind) != (b"RIFF", b"WAVE"):

@@ -261,7 +261,7 @@ class SpeechPreparation(RowPreparation):
         )
 
     def _read(self, split: str) -> Iterator[Utterance]:
-        """Yields utterances; raises DataError unless all frames have the same width and rate."""
+        """Yields utterances; raises DataError unless all have one feature width and sample rate."""
         recordings = self.read(split)
         if self.section.join > 1:
             orders = self.section.join_orders if split == "train" else 1

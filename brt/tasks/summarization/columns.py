@@ -93,7 +93,7 @@ def choose_columns(table: str, header: Collection[str], configured: Columns = AN
 def read_pair(row: Row, columns: Columns, number: int) -> Pair | BadRow:
     """Returns the pair in a row, or a BadRow if the row cannot be used.
 
-    If the row has no id, `number` becomes the id of the pair.
+    `number`, the index of the row, becomes the id of a pair whose row has no id.
     """
     try:
         _check(row.problem)

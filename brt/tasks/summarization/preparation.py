@@ -62,7 +62,7 @@ class Encoder:
         self.pairs, self.tokenizer = pairs, tokenizer
 
     def sources(self, documents: Sequence[str]) -> list[Encoded]:
-        """Returns the token ids of documents, each cut together with the prefix before it."""
+        """Returns the token ids of documents with Pairs.prefix before each; both are cut as one."""
         texts = [self.pairs.prefix + document for document in documents]
         limit = self.pairs.max_source_length
         return [self._wrap(ids, limit) for ids in self.tokenizer.encode(texts)]

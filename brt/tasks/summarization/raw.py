@@ -227,7 +227,7 @@ def read_scientific_papers(directory: Path) -> dict[str, Iterator[Example | BadR
 
 
 def _paper(row: Row) -> Example | BadRow:
-    """Returns the features that version 1.1.1 of the dataset in TFDS has."""
+    """Returns the features of scientific_papers 1.1.1 in TFDS."""
     pair = columns.read_pair(row, PAPER_COLUMNS, 0)
     if isinstance(pair, BadRow):
         return pair

@@ -307,7 +307,7 @@ class NumberPreparation(SentencePreparation):
 
 
 def _known(rows: Iterable[Example | BadRow], labels: tuple[str, ...]) -> Iterator[Example | BadRow]:
-    """Yields rows, and a BadRow in place of a row whose label does not occur in training."""
+    """Yields rows; a row whose label is not in `labels` becomes a BadRow, unless these are ()."""
     for row in rows:
         if labels and isinstance(row, Example) and row.label not in labels:
             existing = ", ".join(labels)
@@ -325,9 +325,9 @@ def truncate_texts(texts: list[np.ndarray], limit: int) -> list[np.ndarray]:
         return [texts[0][:limit]]
     first, second = map(len, texts)
     excess = max(first + second - limit, 0)
-    # The texts lose `excess` ids together, and the first text loses `difference` ids more than the
-    # second text, or one more than that if the sum of both numbers is odd. The longer text is thus
-    # cut until both are equally long; then both are cut alike.
+    # Together, the texts lose `excess` ids; the first loses `difference` more than the second (one
+    # more if `excess + difference` is odd). The longer text is cut until both are equally long;
+    # then both are cut alike.
     difference = min(max(first - second, -excess), excess)
     return [
         texts[0][: first - (excess + difference + 1) // 2],

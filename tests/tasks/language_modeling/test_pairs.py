@@ -93,7 +93,7 @@ def test_the_training_loss_counts_the_same_tokens(
     dataset: Dataset, params: Any, nats: list[float]
 ) -> None:
     store = dataclasses.replace(dataset.split("train"), end_id=0)
-    reader = LaneReader(store=store, batch_size=1, segment_length=8, window=4, seed=0)
+    reader = LaneReader(store=store, batch_size=1, segment_length=8, block_length=4, seed=0)
     carry, total, count = new_state(MODEL, 1), 0.0, 0
     loss = jax.jit(lambda batch, carry: objective.loss(config(8), params, inputs(batch, carry)))
 

@@ -195,7 +195,7 @@ def end_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
 
 
 def same_activation(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the entry of `theirs` for the activation, or {} if `ours` has another activation."""
+    """Returns the entry of the original, `theirs`, for the activation; {} if `ours` has another."""
     names = "hidden_act", "hidden_activation", "activation_function"
     return {
         name: theirs[name]

@@ -75,7 +75,7 @@ class Family(NamedTuple):
         return {ours: key for ours, key in {**FIELDS, **self.fields}.items() if key}
 
     def fixed(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the settings that all models of the family have; `values` has all settings."""
+        """Returns settings without a key, determined by the family and all settings, `values`."""
         settings = {**SETTINGS, **self.settings}
         own = {name: x for name, x in settings.items() if name not in self.all_fields()}
         return {name: x(values) if callable(x) else x for name, x in own.items()}

@@ -37,8 +37,8 @@ class _Context(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    divisors: tuple[float, ...] = ()
-    factor: float = 1.0
+    divisors: tuple[float, ...] = ()  # of the angles: none, one for all, or one for each pair
+    factor: float = 1.0  # of rotated channels
 
 
 def _angles(c: _Context) -> np.ndarray:
@@ -64,7 +64,7 @@ def _llama3(scaling: Mapping[str, Any], c: _Context) -> Scaling:
 
 
 def _yarn(scaling: Mapping[str, Any], c: _Context) -> Scaling:
-    # YaRN (Peng et al. 2023): a ramp over pairs from no division to a division by the factor.
+    # YaRN (Peng et al. 2023): a ramp over pairs of channels, from no division to the factor.
     factor = scaling.get("factor") or c.length / c.original
 
     def pair(turns: float) -> float:
@@ -123,7 +123,7 @@ _SCALINGS: dict[str, tuple[_Read, tuple[str, ...]]] = {
 def settings(
     keys: Mapping[str, Any], family: Family, *, head_dim: int, layers: int, window: int
 ) -> dict[str, Any]:
-    """Returns the settings of the section Rotary that do not have a key of their own."""
+    """Returns the settings of Rotary that no single key says, from `keys` including defaults."""
     parameters, scaling = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
     local = parameters.get(LOCAL, {})
     parameters = parameters.get(GLOBAL, parameters)

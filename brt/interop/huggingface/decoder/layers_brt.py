@@ -73,7 +73,7 @@ def model_norm(module, config, name, x):
 
 
 def model_norm_of(module, config, name, x, scale, offset):
-    """Returns x after a norm with this scale, and with the bias of the norm `name`, if any."""
+    """Returns x after the norm `name` with the scale `scale + offset`, and its bias, if any."""
     if config.norm_kind == "rms":
         return rms_norm(x, scale, config.rms_norm_eps, offset)
     bias = getattr(module, f"{name}_bias").flatten().float()

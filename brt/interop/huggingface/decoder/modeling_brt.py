@@ -56,7 +56,7 @@ def load(directory, dtype=torch.float32):
 
 
 def count_padding(mask):
-    """Returns the numbers [B] of padding ids before the texts; the mask [B, T] is 0 for padding."""
+    """Returns how many padding ids [B] precede texts; the mask [B, T] is 0 for ids around texts."""
     padding = (mask.cumsum(dim=1) == 0).sum(dim=1)
     if (mask[:, 0].long() + (mask.long().diff(dim=1) > 0).sum(dim=1) > 1).any():
         raise ValueError("attention_mask is 0 within a text; only padding around texts is known")

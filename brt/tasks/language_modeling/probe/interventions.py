@@ -47,7 +47,7 @@ class InterventionResult:
     """Scores of every block that was read. Arrays are [B, M]: M consecutive blocks of B rows."""
 
     segment_blocks: int  # number of blocks in a segment
-    # Index of the block's document, -1 for padding and for blocks of the donor.
+    # Index of the block's document; -1 for padding, and for the `donor` that only lends memory.
     document: np.ndarray
     position: np.ndarray  # number of tokens of the document before the block
     tokens: np.ndarray  # number of scored tokens in the block
@@ -80,7 +80,7 @@ class InterventionResult:
         return self._error(self.nats[None] - mean * self.bytes, where)
 
     def _error(self, nats: np.ndarray, where: np.ndarray) -> float:
-        """Returns the standard error of summed nats in bits per byte over segments; inf for one."""
+        """Returns the standard error, in bits per byte, of nats summed by segment; inf for one."""
         segments = np.where(where, nats, 0.0).reshape(-1, self.segment_blocks).sum(1)
         segments = segments[where.reshape(-1, self.segment_blocks).any(1)]
         if len(segments) < 2:
@@ -225,7 +225,7 @@ def _take(state: StackState, lanes: Array) -> StackState:
 
 @jax.jit
 def _select(lanes: Array, a: StackState, b: StackState) -> StackState:
-    """Returns the state `a` in the marked rows and `b` in the others."""
+    """Returns the state `a` in the rows where `lanes`, bool [B], is True, and `b` in the others."""
 
     def choose(x: Array, y: Array) -> Array:
         return jnp.where(lanes.reshape(-1, *[1] * (x.ndim - 1)), x, y)
@@ -234,7 +234,7 @@ def _select(lanes: Array, a: StackState, b: StackState) -> StackState:
 
 
 def _other_lanes(active: np.ndarray) -> np.ndarray:
-    """Returns for each row the row whose memory it gets: another active row, or itself."""
+    """Returns for each row the row whose memory it gets: the next `active` one, or itself."""
     source, lanes = np.arange(len(active)), np.flatnonzero(active)
     source[lanes] = np.roll(lanes, -1)
     return source
@@ -263,7 +263,9 @@ def _block_indices(document: np.ndarray) -> np.ndarray:
 
 
 def _with_donor(store: TokenStore, donor: TokenStore) -> TokenStore:
-    """Returns `store` with a second document: the longest of `donor`, cut to the first's length."""
+    """Returns `store`, which has one document, with a second document to swap memories with: the
+    longest of `donor`, cut to the first's length.
+    """
     longest = int(np.argmax(donor.lengths))
     only, other = store.document(0), donor.document(longest)
     changes: dict[str, Any] = {

@@ -107,7 +107,7 @@ def with_states(
 
 
 def _state_leaves(run: Run, state: LayerState) -> tuple[list[Array], PyTreeDef]:
-    """Returns the arrays in the part "state" of the state of a `Run`, and their structure."""
+    """Returns the arrays of layers' state that are in the part "state", and their structure."""
     names = kinds.fields_of(run.layer_kind, "state", state)
     return jax.tree.flatten({name: getattr(state, name) for name in names})
 
@@ -174,8 +174,8 @@ _SIZE = 0.01  # The perturbation has this size, relative to the root mean square
 def retention(config: Config, variables: Variables, store: TokenStore) -> dict[int, list[float]]:
     """Returns the share of a perturbation that remains after 1, 2 ... blocks, by layer.
 
-    The model reads blocks of the longest document in `store`. If the document is too short for
-    BLOCKS blocks, the lists are shorter or empty. The list of a layer whose state is zero is empty.
+    States are perturbed after Training.segment_length tokens of the longest document in `store`. If
+    fewer than BLOCKS blocks follow, lists are shorter; for a layer whose state is zero, empty.
     """
     model = config.model
     batches = evaluation_batches(
@@ -237,7 +237,7 @@ def _perturb(model: Model, carried: StackState) -> StackState:
 
 
 def _distances(model: Model, carried: StackState) -> dict[int, float]:
-    """Returns for each layer the distance of its perturbed state from its state in row 0."""
+    """Returns, for each layer, the distance of its state in its perturbed lane from lane 0."""
     import optax  # This import takes long.
 
     def distance(arrays: Sequence[Float[Array, "B ..."]], lane: int) -> float:
