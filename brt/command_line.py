@@ -109,7 +109,7 @@ directory = partial(_local, storage.local)  # a run, or the directory of a model
 new_path = partial(_local, storage.writable)
 new_directory = partial(_local, storage.new_directory)  # in a bucket, nothing may be there
 source = partial(_local, storage.source)  # a source of data, which may be on the hub
-setting = partial(_local, storage.settled)  # another value of a setting that names files
+setting = partial(_local, storage.settled)  # a flag's value for a setting that names files
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:

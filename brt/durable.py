@@ -170,7 +170,7 @@ def named_by_user(path: Path) -> Iterator[BinaryIO]:
 
 
 def is_regular_or_new(path: Path) -> bool:
-    """Returns True if `named_by_user` would replace a file instead of writing to it directly."""
+    """Returns True if `path` is a regular file or does not exist yet (see `named_by_user`)."""
     return not path.exists() or path.is_file()
 
 

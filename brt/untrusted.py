@@ -203,7 +203,7 @@ class LazyArray(NamedTuple):
 
 
 class _Archive(BufferedReader):
-    """A zip file that refuses to read a huge directory."""
+    """A zip file that refuses to let zipfile read a huge directory into memory."""
 
     def read(self, size: int | None = -1) -> bytes:
         # zipfile reads the whole directory at once.

@@ -155,10 +155,10 @@ def open_array(directory: Path, name: str, shape: list[int], dtype: str) -> Any:
 
 
 def check_arrays(directory: Path, arrays: Mapping[str, tuple[list[int], str]]) -> None:
-    """Reads arrays in a child process, unless this was done before for the same checkpoint.
+    """Reads arrays in a child process, unless brt wrote them or has tried them (see `bounded`).
 
-    The checksums must have been verified. ValueError is raised if an array is not stored as
-    it should be, or takes too much memory.
+    `arrays` has their shapes and dtypes, by name. The checksums must have been verified. ValueError
+    is raised if an array is stored otherwise, or reading takes too much memory or time.
     """
     sums = untrusted.read_file(directory.parent / NAME)
     if not arrays or bounded.trusted(bounded.key(sums)):

@@ -149,7 +149,7 @@ def check_finite(section: Any) -> None:
 
 
 def settle_paths(section: Any) -> None:
-    """Expands names of files and directories in a section (`brt.storage.places`)."""
+    """Replaces names of files in a section by the form that configs keep (`brt.storage.places`)."""
     for field, setting in settings(type(section)).items():
         if setting.path:
             value, asked = getattr(section, field), name_of(section, field)

@@ -37,10 +37,10 @@ class Data:
     # 'train:VOCAB_SIZE' trains a tokenizer on the training documents.
     tokenizer: str = free("bytes", cached=True, path="read")
     # 'text=FIELD' names the field (JSON), column (tables) or feature (TFDS) that contains the text;
-    # () takes the name 'text'. ('prompt=FIELD', 'completion=FIELD') reads pairs instead, between
-    # whose texts 'separator=TEXT' stands, and 'messages=FIELD' conversations, which the chat
-    # template of the tokenizer makes texts. Then only completions, or what the assistant says, and
-    # ends are scored.
+    # () takes 'text'. ('prompt=FIELD', 'completion=FIELD') reads pairs instead, joined by
+    # 'separator=TEXT'. 'messages=FIELD' reads conversations, which the tokenizer's chat template
+    # turns into texts. Of pairs and conversations, only completions, the assistant's messages and
+    # end tokens are scored.
     columns: tuple[str, ...] = free((), cached=True)
     # 'strict' treats NULs and bytes that are not UTF-8 as errors; 'replace' reads them as U+FFFD.
     errors: Literal["strict", "replace"] = free("strict", cached=True)
@@ -325,10 +325,10 @@ class Speech:
     # If utterances are too short for CTC, or too long, the file is refused or the utterances are
     # skipped.
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)
-    # SpecAugment masks this number of intervals of time in an utterance, each of at most this
-    # number of frames: (2, 40).
+    # (N, T): SpecAugment masks N intervals of time in an utterance, each of at most T frames, such
+    # as (2, 40).
     time_masks: tuple[int, int] = free((0, 0))
-    # SpecAugment masks this number of bands of features, each of at most this number of features.
+    # (N, F): SpecAugment masks N bands of features, each of at most F features.
     feature_masks: tuple[int, int] = free((0, 0))
     # Prefix beam search has this number of beams; 1 takes the most probable token of every frame.
     beams: int = free(1)

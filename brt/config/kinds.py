@@ -53,7 +53,7 @@ class KindSection:
         """Raises ConfigError if settings of this section contradict settings of the model."""
 
     def check_segment(self, name: str, length: int) -> None:
-        """Raises ConfigError if segments of `length`, the setting `name`, cannot be read."""
+        """Raises ConfigError if layers cannot read segments of `length` tokens (setting `name`)."""
 
 
 _SECTIONS: dict[str, type[KindSection]] = {}

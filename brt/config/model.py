@@ -91,17 +91,17 @@ class Norm:
 class Rotary:
     """Settings of rotary position embeddings (Su et al. 2021), for Model.positions = 'rotary'.
 
-    Pair i of the P = head_dim / 2 pairs of channels turns by base ** (-i / P) radians per token.
+    Pair i of the P pairs of rotated channels turns by base ** (-i / P) radians per token.
     """
 
     base: float = inherited(10_000.0)  # The base of the angles, rope_theta in Hugging Face.
     # Base of the angles in layers that have a window of their own in Window.by_layer. These
     # layers then use no scaling. 0 gives all layers the same angles.
     local_base: float = derived(0.0)
-    # The number of first channels of each head that are rotated, 2 P; 0 rotates all.
+    # This number of first channels of each head, 2 P, is rotated; 0 rotates all (P = head_dim / 2).
     channels: int = derived(0)
-    # The angles of pair i are divided by number i, because the context is longer than that of the
-    # first pretraining. One number stands for all pairs, and an empty tuple for 1.
+    # The angle of pair i is divided by divisors[i], for contexts longer than those of the
+    # pretraining. One number stands for all pairs, and an empty tuple for 1.
     divisors: tuple[float, ...] = derived(())
     # Rotated channels of queries and keys are multiplied by this number, as in YaRN.
     attention_factor: float = derived(1.0)

@@ -56,10 +56,10 @@ def public_name(name: str) -> str:
 
 
 def field_name(name: str, task: str) -> str:
-    """Returns the field that a setting refers to in runs of a task; the inverse of `public_name`.
+    """Returns the field behind a setting in runs of a task, such as Pairs.train for Data.train.
 
-    The section of the task may lack this field. For language models, for example, the result for
-    `Data.buckets` is "Data.buckets", although `Data` has no such field.
+    The inverse of `public_name`. The section may lack the field: for language models, the result
+    for `Data.buckets` is "Data.buckets", although `Data` has no such field.
     """
     section, _, field = name.partition(".")
     if field in SHARED.get(section, ()):

@@ -213,8 +213,8 @@ class Evaluation:
     # ROUGE is tokenized and averaged as in Hugging Face's `evaluate` ('hf'), or as in the code of
     # T5 and LongT5 ('t5').
     rouge: Literal["hf", "t5"] = free("hf")
-    # Before the last step, evaluation reads only this number of tokens of each document, but whole
-    # pairs; 0 reads all.
+    # Evaluations before the end of training read only this number of tokens of each document, but
+    # pairs and conversations whole; 0 reads all.
     tokens_per_document: int = free(0)
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ def block_counts(lengths: np.ndarray, window: int) -> np.ndarray:
 
 
 def blocks_per_segment(segment_length: int, window: int) -> int:
-    """Returns the number of blocks in a segment, which is the tokens of one row of a batch."""
+    """Returns how many blocks of `window` tokens are in a segment (the tokens of a batch row)."""
     if segment_length <= 0 or segment_length % window:
         raise ConfigError(
             f"the segment length {segment_length} must be a multiple of the window {window}"

@@ -327,7 +327,7 @@ def _solve_moves(memory: Memory, text: bytes) -> Iterator[Answer]:
 
 
 def _tell_events(memory: Memory, random: RandomState, distance: int) -> Events:
-    """Returns events that are stars, and an event that asks for the number of stars."""
+    """Returns an event for each star, and a question: their number modulo `memory.symbols`."""
 
     def draw() -> list[int]:
         count = random.randint(memory.facts + 1)

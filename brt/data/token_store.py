@@ -84,7 +84,7 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chun
 
 
 def _batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[list[Chunk]]:
-    """Yields the chunks of documents in lists of about `BATCH` characters, and an empty list."""
+    """Yields chunks in lists of about `BATCH` characters, then []; a document's first names it."""
     batch: list[Chunk] = []
     size = 0
     for document in documents:

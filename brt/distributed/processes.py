@@ -461,8 +461,8 @@ class AgreedRequest:
     def reason_if_due(self) -> str | None:
         """Returns the reason of the request if this process must carry it out now; otherwise None.
 
-        All processes must call the method equally often. PeerError is raised if one does not
-        answer. A process that is the only one carries out requests at once.
+        All processes must call the method equally often, because they agree on the call at which to
+        act. PeerError is raised if one does not answer. A single process acts at once.
         """
         if not self._thread.ident:
             return self._requester()

@@ -109,8 +109,8 @@ def unrolls_layers(model: Model) -> bool:
 
 def _layers_at_once(model: Model, layers: int) -> int:
     recomputes = model.remat and not model.feedback
-    # A loop copies what layers store. If they store only their inputs, it needs less memory than
-    # unrolled layers.
+    # A loop copies what layers store for the backward pass. If this is only their inputs, a loop
+    # needs less memory than unrolled layers.
     on_accelerators = 1 if recomputes and model.remat_keep == "nothing" else layers
     on_cpus = 1 if recomputes or layers > _CPU_LAYERS else layers
     return unrolled(model.unroll, layers, on_accelerators, on_cpus)

@@ -42,7 +42,7 @@ class StateArray:
         return jnp.full((batch, *self.shape), self.fill, self.dtype or dtype)
 
 
-state_array: Any = StateArray  # A description takes the place of an array in a state.
+state_array: Any = StateArray  # Any, because it stands where a state has an array.
 
 
 class WindowState(NamedTuple):

@@ -180,8 +180,8 @@ def _window(keys: Float[Array, "B H Z K"], counts: Int[Array, "B N"], search: Se
     return (keys.shape[2] - search.size) // counts.shape[1]
 
 
-# For a row of the batch, an array of scores, of retrieved keys or of retrieved values has at most
-# this number of elements (32 MiB in float32), unless one query in all heads needs more.
+# For a row of the batch, an array of scores, retrieved keys or retrieved values has at most this
+# number of elements (32 MiB in float32), unless one query in all heads needs more.
 AT_ONCE = 2**23
 
 

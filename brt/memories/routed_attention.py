@@ -245,7 +245,7 @@ def xla_attention(
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
-    """Computes `routed_attention` in chunks, as attention to neighbouring chunks.
+    """Computes `routed_attention` in chunks, which attend to themselves and some before them.
 
     The tokens of one cluster in one document fill chunk after chunk. The place of a token in its
     chunk, and the tokens before it, therefore depend on earlier tokens alone, and the token's

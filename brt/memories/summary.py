@@ -369,7 +369,7 @@ class SummaryLayer(nn.Module):
         return circulant(jnp.roll(row, -last, axis=1), m.window + section.summaries)
 
     def begin_block(self, x: None, given: Given) -> LayerOutput:
-        """Computes the keys and values of the memories once for all tokens of the block."""
+        """Returns an empty block with the memories' keys and values, which all its tokens read."""
         m, dtype = self.model, compute_dtype(self.model)
         keys = jnp.zeros((len(given.state.short.vectors), m.window, m.heads, m.head_dim), dtype)
         outputs = jnp.zeros((*keys.shape[:2], m.model_dim), dtype)

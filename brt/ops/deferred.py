@@ -72,7 +72,8 @@ def dot(
 ) -> Array:
     """Returns the product [*rows, *outputs] of x [*rows, *inputs] with a kernel.
 
-    `tap` is this step's entry of a scan's tap. If it is None, the kernel has an ordinary gradient.
+    `tap` is what a scan over a `Tap` passes to this step, for the kernel's gradient after the scan.
+    If it is None, the gradient is computed in each step, as usual.
     """
     if tap is None:
         return dense(x, kernel, inputs)

@@ -57,8 +57,8 @@ def largest(
     """
     ranked = jnp.where(there, jax.lax.stop_gradient(x), -jnp.inf)
     values, indices = top_k(ranked, count)
-    # If several entries have the value `last`, `top_k` takes the first of them, and the last entry
-    # of `indices` is the position of the last one that it takes.
+    # Of several entries with the value `last`, `top_k` takes the first ones, and the last of
+    # `indices` is the position of the last one taken.
     last = values[..., -1:]
     place = jnp.arange(x.shape[-1]).reshape((1,) * (x.ndim - 1) + (-1,))
     chosen = (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))

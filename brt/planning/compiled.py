@@ -324,7 +324,7 @@ def _copies_between_memories(instruction: Instruction, sources: list[list[Shape]
 
 
 def _slices(module: Module, called: str) -> dict[int, int]:
-    """Returns the bytes read of each parameter that a fusion slices, by the parameter's index."""
+    """Returns, by index, the bytes that a fusion reads of parameters it only slices or updates."""
     inside = module.computations[called].values()
     sizes = {
         int(instruction.body): _sliced(module, called, instruction.name)
@@ -490,9 +490,9 @@ class Cost(NamedTuple):
 
     flops: float = 0.0  # floating-point operations of matrix products
     bytes: float = 0.0  # bytes read from and written to the main memory (HBM)
-    # The least cycles of the step, without waiting for other devices; 0 if unknown. They are the
-    # compiler's estimates and, for Pallas kernels, the longest of three: the schedule, the products
-    # at the chip's peak and the bytes at its bandwidth. For GPUs, see `_gpu_cycles`.
+    # A lower bound of the step's cycles, without waiting for other devices; 0 if unknown. It uses
+    # the compiler's estimates and, for a Pallas kernel, the largest of three times: its schedule,
+    # its products at the chip's peak, its bytes at the bandwidth. For GPUs, see `_gpu_cycles`.
     cycles: float = 0.0
     # Bytes read from and written to any memory, including on-chip memory; copies from one memory to
     # another do not count.

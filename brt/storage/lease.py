@@ -25,7 +25,7 @@ _KEY = ".lock"
 
 
 class Lease:
-    """Context in which this process holds the lock; a thread renews it.
+    """Context that holds the lock of a run directory in a bucket; a thread renews it.
 
     `lost` is a sentence that says why the process does not hold it any more, or "". `warn` is
     called if the lock is taken over from a trainer that did not end in an orderly way. ConfigError
@@ -102,7 +102,7 @@ class Lease:
                 )
 
     def _wait_until_abandoned(self, generation: bytes, holder: dict[str, Any]) -> None:
-        """Waits until the holder is dead, or silent for LEASE_SECONDS; ConfigError if it renews."""
+        """Waits LEASE_SECONDS if the holder may live; ConfigError if the lock changes or goes."""
         name = str(holder.get("holder", "unknown"))[:200]
         end = _now() + LEASE_SECONDS
         if not (dead := _has_ended(holder)):

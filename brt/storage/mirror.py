@@ -343,8 +343,8 @@ class Mirror(Storage):
     def _confirm(self, keys: Iterable[str]) -> None:
         """Raises CheckpointError, before objects change, if another trainer has taken over."""
         if self._lease:
-            # `confirm` trusts the clock of this machine, which stands still while the machine is
-            # suspended. Before a checkpoint changes, the bucket itself is asked.
+            # `confirm` trusts the clock of this machine, which may stand still while a virtual
+            # machine is suspended. Before a checkpoint changes, the bucket itself is asked.
             if any(map(_CHECKPOINT.fullmatch, keys)):
                 self._check_now()
             else:
@@ -571,7 +571,7 @@ def publish_all() -> None:
 
 
 def discard_all() -> None:
-    """Deletes all copies of this process."""
+    """Deletes the local copies of buckets that this process made."""
     for path, mirror in list(_mirrors.items()):
         if mirror.process == os.getpid():
             shutil.rmtree(path.parent, ignore_errors=True)

@@ -107,7 +107,7 @@ class Bucket:
         return found
 
     def _range(self, key: str, start: int, end: int | None) -> Object | None:
-        """Returns bytes of an object, None if it is shorter; FileNotFoundError if it is missing."""
+        """Returns bytes of an object; None if it ends before them; FileNotFoundError if absent."""
         with self._explained(key):
             try:
                 read = self._store.read(key.encode(), byte_range=slice(start, end)).result()
@@ -180,7 +180,7 @@ class Bucket:
             if listed and self.keys(name) != [name]:
                 raise self.denied("list", key)
         finally:
-            with contextlib.suppress(BrtError):  # It may be permitted only to add objects.
+            with contextlib.suppress(BrtError):  # Users may add objects, but not delete them.
                 self.delete({name: None})
 
     def keys(self, prefix: str = "") -> list[str]:

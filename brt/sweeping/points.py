@@ -335,8 +335,8 @@ def listing(points: Iterable[Point]) -> str:
 
 def _with_bindings(points: Sequence[Point]) -> list[Point]:
     """Returns the points with `bindings`: the settings that are not the same in all points."""
-    # Settings of kinds of layers that a point does not have are left out, except the settings that
-    # place the layers.
+    # Settings of a kind of layer that a point lacks are left out, except those with the indices of
+    # its layers.
     values = [
         {name: v for name, v in config_values(p.config).items() if _counts(p.config, name)}
         for p in points

@@ -51,7 +51,7 @@ class Aux(NamedTuple):
     # Number of tokens, labels or values that `nats` is summed over.
     count: Float[Array, ""]  # type: ignore[assignment]  # hides a method of tuple
     carry: PyTree[Array] = ()  # what the next step starts from
-    model_state: PyTree[Array] = ()  # what the next step starts from
+    model_state: PyTree[Array] = ()  # for the next step; the same for all lanes
     metrics: Mapping[str, Float[Array, ""]] = {}  # scalars to log; auxiliary losses are among them
 
 

@@ -231,7 +231,7 @@ class EncoderTask(Task):
         return dataclasses.replace(config, encoder=model)
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
-        """Takes the head from the weights only if they were trained on the same task."""
+        """Starts from the weights; takes their head only if they were trained on the same task."""
         same = weights.task in (self.name, self.head)
         return merge_weights(
             weights, initial, optional=("head/",), drop_optional=not same, growing=_EMBEDDING

@@ -161,7 +161,10 @@ def _rises(a: Words, b: Words) -> list[int]:
 
 
 def _length(rises: int, j: int) -> int:
-    """Returns the length of the longest common subsequence with b[:j]; `rises` is from `_rises`."""
+    """Returns the length of the longest common subsequence of a[:i] and b[:j].
+
+    `rises` is entry i of the result of `_rises`.
+    """
     return (rises & ((1 << j) - 1)).bit_count()
 
 

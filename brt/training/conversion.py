@@ -151,5 +151,5 @@ def _load(directory: Path, change: Callable[[Config], Config]) -> SavedModel:
 
 
 def metadata(decoder: PretrainedDecoder, config: Config) -> dict[str, Any]:
-    """Returns the metadata for a checkpoint of a decoder; every checkpoint states a seed."""
+    """Returns metadata for a decoder's checkpoint; its seed is 0, as every checkpoint needs one."""
     return {"config": saved_json(config), "tokenizer": decoder.tokenizer.fingerprint, "seed": 0}

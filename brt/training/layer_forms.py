@@ -97,10 +97,10 @@ def stacked(tree: PyTree[Array]) -> PyTree[Array]:
 
 
 def step_shapes(config: Config, shapes: TrainState, mesh: Mesh) -> TrainState:
-    """Returns the shapes and shardings of a train state in the form of the compiled step.
+    """Returns `shapes` (with shardings), which have stacks, in the form of the compiled step.
 
-    If each replica holds a shard of the optimizer's state, it also holds only this shard of the
-    parameters in the separate form. The step then gathers the parameters at its beginning, in the
+    If each replica holds a shard of the optimizer's state, the result shards the parameters in the
+    separate form in the same way. The step then gathers the parameters at its beginning, in the
     dtype in which it computes, and can gather the parameters of a layer while it computes another.
     """
     if not separates(config):

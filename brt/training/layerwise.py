@@ -30,8 +30,8 @@ class LayerwiseState(NamedTuple):
 
     outside: optax.OptState  # state of the parameters that are not stacked by layer
     # States of stacked parameters, by the number of layers in the stack (as a string). Every array
-    # of these states has a first axis of layers. In the separate form, there is a list with a state
-    # for each layer instead.
+    # of these states has a first axis of layers. If layers have separate parameters, a list has a
+    # state for each layer instead.
     stacked: dict[str, Any]
 
 

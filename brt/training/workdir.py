@@ -318,7 +318,7 @@ def write_json(path: Path, content: Any, *, below: Path | None = None) -> None:
 
 
 def write_text(path: Path, text: str, *, below: Path | None = None) -> None:
-    """Writes UTF-8 text; escapes bytes of file names that are not UTF-8. See `write_bytes`."""
+    """Writes text in UTF-8; other bytes, of file names, become escapes. See `write_bytes`."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"), below=below)
 
 

@@ -119,7 +119,7 @@ def to_hf(
 
 
 def load_converted(source: Path) -> ExportFormat:
-    """Returns an export, for `to_hf`, of the directory `source` in Hugging Face's format."""
+    """Reads a model in Hugging Face's format, such as one by `from_hf`, for export by `to_hf`."""
     content = to_format(pretrained.read(source)[0], originals.read(source / files.FILE))
     return content._replace(copy_tokenizer=partial(pretrained.copy_tokenizer, source))
 

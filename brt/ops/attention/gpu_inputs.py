@@ -77,7 +77,7 @@ class KernelInputs(NamedTuple):
     # Factors of the weights, float32 [H, W, W]. They repeat after W queries and after W keys.
     factors: Any = None
     spans: Any = None  # The first key that a query sees, and the end, int32 [B, 2, T].
-    # The two words from which dropout of a query's weights is hashed, int32 [B, 2, T].
+    # Two 32-bit words per query, whose hash decides which weights dropout removes, int32 [B, 2, T].
     draws: Any = None
     # The following fields are for the backward pass only.
     gradient: Any = None  # The gradient of the output [B, T, H, K].

@@ -226,7 +226,7 @@ def broadcast_rows(x: Array, columns: int = TILE) -> Shaped[Array, "R C"]:
 
 
 def read_numbers(ref: Any) -> Shaped[Array, " R"]:
-    """Returns the numbers of `ref` (shared memory [TILE]), one for each row of a tile."""
+    """Reads `ref` (shared memory [TILE]), a number per row of a tile, in the layout of rows."""
     return layout_cast(ref[...], Layout.WGMMA.reduce(1))
 
 

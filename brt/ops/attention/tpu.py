@@ -35,7 +35,7 @@ _ARRAYS = 5  # The kernels need VMEM for this many float32 arrays of a sub-tile'
 
 
 def heads_together(heads: int, width: int) -> int:
-    """Returns how many heads a step has: those that fill 128 lanes, or 1 if this leaves a rest."""
+    """Returns the heads of a step: as many as fill 128 lanes if that divides `heads`, else 1."""
     count = max(LANES // width, 1)
     return count if heads % count == 0 else 1
 

@@ -63,9 +63,9 @@ class SlabSettings(NamedTuple):
     learns_bias: bool = True  # False if the bias only hides keys and has no gradient
     rate: float = 0.0  # the rate of dropout
     kept_rows: int = 1  # for how many rows of the batch VMEM has room for gradients
-    # The hash of dropout depends on the position of a key among the keys of all calls.
-    first_key: int = 0  # the index of the first key of the call
-    all_keys: int = 0  # the number of keys of all calls
+    # The hash of dropout depends on the place of a key in the slab, whose keys several calls share.
+    first_key: int = 0  # the place of the first key of the call
+    all_keys: int = 0  # the number of keys of the slab, in all calls
     interpret: bool | pltpu.InterpretParams = False  # True runs on any device, slowly
 
     @property

@@ -100,10 +100,10 @@ def memory_after(
     cache_mask: Bool[Array, " B"],
     centroids: Centroids,
 ) -> CentroidMemory:
-    """Returns the memory after one more block of keys and values is added.
+    """Adds a block: each centroid keeps the keys with the largest logits; others join the rest.
 
-    `cache_mask` is False where the added block and the block after it belong to different
-    documents; the result is then an empty memory.
+    `cache_mask` is False where a document begins after the added block; the result is then an empty
+    memory.
     """
     past = empty_memory_unless(past, cache_mask)
     slots, width = past.keys.shape[3], keys.shape[2]

@@ -34,7 +34,10 @@ def tile_size(tokens: int, clusters: int) -> int:
 
 
 def build_tiles(labels: Int[Array, "B H T"], *, clusters: int, size: int) -> QueryTiles:
-    """Assigns queries to tiles of `size` slots. The tiles suffice for clusters of any sizes."""
+    """Assigns queries to tiles of `size` slots, which suffice for clusters of any sizes.
+
+    A tile has queries of one cluster only. Queries with labels from `clusters` on get no tile.
+    """
     tokens = labels.shape[-1]
     count = min((tokens + clusters * (size - 1)) // size, tokens)
     members = member_counts(labels, clusters)

@@ -87,7 +87,7 @@ def _logits(queries: Float[Array, "B H T K"], keys: Float[Array, "B H X K"]) -> 
 
 
 def _pair_bias(bias: Float[Array, "H O"] | None, queries: Array, keys: Array) -> Array:
-    """Returns the bias of every query and key, or zeros without a bias."""
+    """Returns each pair's bias [B, H, T, S] from a bias by offset (key - query); 0 without one."""
     tokens, count = queries.shape[2], keys.shape[2]
     if bias is None:
         return jnp.zeros((*queries.shape[:3], count), queries.dtype)

@@ -48,7 +48,7 @@ def attend(
     dropout: Dropout | None,
     kernels: SegmentKernels | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Implements `api.attend`; if there are `kernels`, the setting "auto" is the form "dense"."""
+    """Implements `api.attend`; where `kernels` apply, `training_form` "auto" means "dense"."""
     queries, learned = inputs.queries, inputs.parameters.raf
     windows = build_windows(*inputs[1:], config)
     source, aux = Source(windows, config.use_segment, sigma=learned.sigma), NeuronMetrics()
@@ -96,7 +96,7 @@ def slots_per_row(count: int, length: int, t0: int, q: int) -> int:
 
 
 class SlotAssignment(NamedTuple):
-    """The assignment of the queries of each source to the Y = M * G slots of its rows."""
+    """The assignment of the queries of each source to Y = M * G slots, G for each of M rows."""
 
     segment: Int[Array, "B M"]  # the segment that each row reads
     query_of_slot: Int[Array, "B Y"]  # an arbitrary query for unused slots

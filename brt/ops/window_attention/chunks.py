@@ -23,7 +23,7 @@ CHUNK = 256
 def window_attention(
     inputs: WindowInputs, *, attend_to_self: bool, soft_cap: float = 0.0
 ) -> AttentionPart:
-    """Implements `api.local_attention`; its dropout is None or of class `Dropout`."""
+    """Implements `api.local_attention` in chunks; `inputs.dropout` is None or a `Dropout`."""
     queries, keys, values = inputs.joined()
     bias, dropout, length = inputs.bias, inputs.dropout, queries.shape[1]
     window, chunk = inputs.window, min(length, CHUNK)
@@ -43,8 +43,8 @@ def window_attention(
 
     heads, groups = queries.shape[2], keys.shape[2]
 
-    # The queries of all R heads that share a head of keys come to one axis, RQ. The last axis of
-    # the argument is X for weights, and K for queries and outputs.
+    # The queries of the R heads that share a head of keys are merged into one axis, RQ. X stands
+    # for the keys of weights, or for the channels K of queries and outputs.
     def by_key_head(x: Float[Array, "B H Q X"]) -> Float[Array, "B G RQ X"]:
         return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 

@@ -44,8 +44,8 @@ def window_attention(
     dropout = inputs.dropout
     return gpu.attend(
         queries, keys, values, spans, cached=cached, scale=scale,
-        # The strip hides keys outside of the window. Spans hide those of other documents, and need
-        # not be applied to single logits if documents begin at whole tiles.
+        # The strip hides keys outside of the window, and spans those of other documents. If windows
+        # are whole tiles and documents begin at whole tiles, spans need not mask single logits.
         whole_tiles=inputs.part % TILE == 0 and window % TILE == 0,
         bias=strip, by_distance=True, learned=inputs.bias is not None,
         factors=None if dropout is None else dropout.factors(jnp.dtype("float32")),

@@ -144,10 +144,10 @@ def attend_to_subwindows(
 
 def _delayed(first: Int[Array, "B D"], part: int, size: int, delay: int) -> Int[Array, "B D2"]:
     """Returns `WindowInputs.first` for keys that are delayed by `delay` places."""
-    # If parts consist of whole blocks of `size` tokens, the kernel hides only the previous block,
-    # as a whole, because a document starts no later than the block of its query. With delayed keys,
-    # the document may start later. The segment is therefore split into parts of half a block, for
-    # which the kernel compares the place of every key with the start of the document.
+    # If parts consist of whole blocks of `size` tokens, the kernel can hide only the whole previous
+    # block, which suffices if a document starts no later than the block of its query. With delayed
+    # keys, it may start in a later block. Therefore the segment is split into parts of half a
+    # block, for which the kernel compares the place of every key with the start of the document.
     if part % size == 0:
         first = jnp.repeat(first, 2 * part // size, axis=1)
     return first + delay

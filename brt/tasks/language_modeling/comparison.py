@@ -293,7 +293,7 @@ class ComparisonEvaluator:
     """Compares a model with another model; both read every document from start to end.
 
     With `request.ablate`, the other model reads without this part of its memory. Raises ConfigError
-    if the split of the other model has other documents.
+    if the splits of the two models have different documents.
     """
 
     unit, partial = "tok", False

@@ -53,10 +53,10 @@ class TextWriter(Writer):
     def __call__(self, prompt: Prompt, options: WriteOptions) -> Iterator[str]:
         """Reads a prompt, and yields the continuation in parts, without the prompt.
 
-        The prompt follows the text that the session has read. The text ends early at a token of
-        Model.end_ids or before a stop string, which are not part of the text. If a stop string was
-        found, the session ends with the memory of the text before it. Bytes of an unfinished
-        character at the end are not yielded, but kept in the memory of the session.
+        The prompt follows what the session has read. The continuation ends early at a token of
+        Model.end_ids or before a stop string, and contains neither. After a stop string, the
+        session keeps the memory of the text before it. Unless an end token was sampled, bytes of an
+        unfinished character at the end are not yielded, but kept in the session's memory.
         """
         session = self.session
         if prompt:

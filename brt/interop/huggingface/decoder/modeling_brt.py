@@ -35,7 +35,7 @@ if not __package__:
     __package__ = "brt_" + str(Path(__file__).parent.resolve()).encode().hex()
     sys.modules[__package__] = ModuleType(__package__)
     sys.modules[__package__].__path__ = [str(Path(__file__).parent)]
-    __spec__ = None  # type: ignore[assignment]  # It names no package, so Python would warn.
+    __spec__ = None  # type: ignore[assignment]  # Python would warn: the old one has no package.
 
 from .decoder_brt import Decoder, State, select  # noqa: E402 (the package has to exist)
 

@@ -80,7 +80,7 @@ class InterventionResult:
         return self._error(self.nats[None] - mean * self.bytes, where)
 
     def _error(self, nats: np.ndarray, where: np.ndarray) -> float:
-        """Returns the standard error, in bits per byte, of nats summed by segment; inf for one."""
+        """Returns the standard error over segments of bits per byte in `where`; inf for one."""
         segments = np.where(where, nats, 0.0).reshape(-1, self.segment_blocks).sum(1)
         segments = segments[where.reshape(-1, self.segment_blocks).any(1)]
         if len(segments) < 2:
@@ -144,7 +144,7 @@ def evaluate_interventions(
 
 
 class _Streams:
-    """The carried states of the unchanged model (key None) and of each intervention."""
+    """Reads segments with the model, unchanged (None) and with each intervention."""
 
     def __init__(self, config: Config, variables: Variables, lanes: int):
         self._config, self._variables = config, variables
@@ -255,7 +255,7 @@ def _counts(
 
 
 def _block_indices(document: np.ndarray) -> np.ndarray:
-    """Returns the index of each block within its document, which stays in one row."""
+    """Returns each block's index in its document, whose blocks are neighbours in one row."""
     column = np.broadcast_to(np.arange(document.shape[1]), document.shape)
     first = np.ones(document.shape, bool)
     first[:, 1:] = document[:, 1:] != document[:, :-1]
