@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -99,25 +98,6 @@ def trainings(model: str, baseline: str, *names: str) -> str:
             ))  # fmt: skip
     heads = ("corpus", "million tokens", "width", "tokens a step", "each seed", "mean and interval")
     return markdown(heads, rows)
-
-
-def seeds(baseline: str, *names: str) -> str:
-    """Returns the means of models over their seeds, and their differences to the baseline."""
-    rows = []
-    for name in names:
-        found = results(name)
-        for runs in by_size(found["runs"]).values():
-            for model in dict.fromkeys(run["name"] for run in runs):
-                own = [run for run in runs if run["name"] == model]
-                bits = [run["bits_per_byte"] for run in own]
-                spread = f"{statistics.stdev(bits):.4f}" if len(bits) > 1 else "-"
-                difference = compared(runs, model, baseline) if model != baseline else None
-                rows.append((
-                    found["name"], model, f"{own[0]['learning_rate']:g}", str(len(own)),
-                    f"{statistics.mean(bits):.4f}", spread, shown(difference, len(own) > 1),
-                ))  # fmt: skip
-    heads = ("corpus", "model", "learning rate", "seeds", "bits per byte", "standard deviation")
-    return markdown((*heads, f"less {baseline}"), rows)
 
 
 def answers(name: str) -> str:
@@ -221,7 +201,7 @@ def parts(name: str) -> str:
 
 
 TABLES: Mapping[str, Callable[..., str]] = {
-    "additions": additions, "trainings": trainings, "seeds": seeds, "answers": answers,
+    "additions": additions, "trainings": trainings, "answers": answers,
     "memory_kinds": memory_kinds, "steps": steps, "parts": parts, "recorded": recorded,
     "output": output, "faults": faults, "errors": errors,
 }  # fmt: skip
