@@ -52,16 +52,18 @@ def config_from_gin(
 
 
 def train(config: Config, workdir: StrPath, *, allow_config_change: Sequence[str] = ()) -> "Model":
-    """Trains a model from the newest checkpoint in `workdir`, if there is one, and returns it.
+    """Trains a model and returns it. If `workdir` has checkpoints, training continues from the
+    newest.
 
     Progress is printed to stderr. `allow_config_change` names settings, such as "Optimizer.b1",
     that may have other values than in the checkpoint.
 
     Raises:
-      Preempted: Ctrl-C or SIGTERM; everything is saved, and the same call continues.
+      Preempted: Ctrl-C or SIGTERM stopped training; everything is saved, and the same call
+        continues training.
       BrtError: any other problem that the user can solve.
     """
-    from brt.training import loop, run_summary  # Only training needs what they import.
+    from brt.training import loop, run_summary  # Only training needs these modules.
 
     path = Path(storage.local(workdir, "workdir"))
     run, place = loop.train(config, path, allow_config_change)
@@ -151,7 +153,7 @@ class Model:
         self._task = tasks.from_config(loaded.config)
         self.workdir: Path = loaded.workdir.path  # The run that trained the model.
         self.step: int = loaded.step  # The training step of the checkpoint.
-        self.config: Config = loaded.config  # With the changes that were requested.
+        self.config: Config = loaded.config  # With the requested changes.
         self.params: PyTree[Array] = loaded.params
         self._text: Text | None = None  # The text that the model is generating at present.
 
@@ -192,8 +194,9 @@ class Model:
     ) -> Iterator[str]:
         """Returns an iterator over the texts that `generate` returns for a list of prompts.
 
-        Texts are yielded in the order of the prompts, as soon as a group of prompts that are
-        continued at once is finished. The other arguments are those of `stream`, by keyword.
+        Texts are yielded in the order of the prompts. The model continues several prompts at once,
+        and yields their texts as soon as all of these are finished. The other arguments are those
+        of `stream`, by keyword.
         """
         names = [f"prompts[{i}]" for i in range(len(prompts))]
         own, options = self._begun(dict(zip(names, prompts, strict=True)), state, **how)
@@ -221,25 +224,27 @@ class Model:
         Args:
           prompt: text without NULs and unpaired surrogates; a leading byte order mark is removed.
           state: the state from which the model continues.
-          max_tokens: the most new tokens; None is 500, or Decoding.max_length for summaries.
-          beams: the number of beams of a search for the most probable text; None samples,
-            except that a summariser uses Decoding.beams if the next three arguments are None.
+          max_tokens: the largest number of new tokens; None stands for 500, or for
+            Decoding.max_length in a summariser.
+          beams: the number of beams of a search for the most probable text. None lets a language
+            model sample. A summariser with None searches with Decoding.beams beams, unless one of
+            the next three arguments is given; then it samples, too.
           temperature: the divisor of the logits; 0 takes the most probable token. Here and in the
             next two arguments, None takes the value of the config's section Sampling.
           top_k: only this number of most probable tokens can be drawn; 0 allows all tokens.
           top_p: only the most probable tokens whose probabilities add up to this value can be
             drawn; 1 allows all tokens.
-          stop: the text ends before the first of these strings, and the state is that of the text
-            before it.
+          stop: the text ends before the first occurrence of one of these strings. The state is then
+            the state after the text before this string.
           special_tokens: True reads the names of special tokens in the prompt, such as
-            "<|im_start|>", as these tokens; False as other text.
-          chat: a conversation, [{"role": "user", "content": "Why?"}, ...], to be answered; the
-            tokenizer's chat template makes it the prompt.
+            "<|im_start|>", as these tokens; False reads them as ordinary text.
+          chat: a conversation, [{"role": "user", "content": "Why?"}, ...], which the model answers.
+            The tokenizer's chat template converts it to the prompt.
 
         Raises:
           ConfigError: the model does not generate text, or not with these arguments.
-          DataError: there is neither a prompt nor a state, or the prompt is not valid text; or
-            there is no chat template, or it refuses the conversation.
+          DataError: there is neither a prompt nor a state; the prompt is not valid text; or the
+            chat template is missing or refuses the conversation.
         """
         if chat and (prompt or state is not None):
             raise ConfigError("chat= is a whole conversation; leave the prompt and the state out")
@@ -253,8 +258,10 @@ class Model:
     def _begun(
         self, prompts: Mapping[str, Prompt], state: Memory | None, **how: Any
     ) -> tuple[list[Prompt], WriteOptions]:
-        """Returns the checked values of `prompts` (by their names in errors) and the checked
-        options `how` of `stream`. The session goes back to `state`, or forgets all text.
+        """Checks prompts and the arguments `how` of `stream`; returns the prompts and the options.
+
+        `prompts` maps the name of a prompt in error messages to the prompt. The session is set to
+        `state`; if `state` is None, the session forgets all text.
         """
         if not self._task.generates_text:
             raise self._task.cannot_generate()
@@ -285,9 +292,10 @@ class Model:
         special_tokens: bool = False,
         bos: bool = True,
     ) -> Memory:
-        """Returns the state after reading a text, or token ids, of any length; see `stream`.
+        """Returns the state after reading a text, or token ids, of any length.
 
-        With `bos` False, BOS is not read before the text, as is usual for some pretrained models.
+        `stream` describes `state` and `special_tokens`. If `bos` is False, BOS is not read before
+        the text, as is usual for some pretrained models.
 
         Raises:
           ConfigError: the model has no memory.
@@ -295,7 +303,7 @@ class Model:
         """
         session = self._session() if state is None else self._resumed(state)
         if state is None and not bos:
-            # A session reads BOS if the count of its memory is 0, so the count becomes 1.
+            # A session reads BOS if the count of its memory is 0. A count of 1 prevents this.
             session.memory = session.memory._replace(count=np.ones_like(session.memory.count))
         session.read(self._tokens(text, special_tokens))
         return Memory(session.snapshot(), self)
@@ -327,8 +335,8 @@ class Model:
         *,
         batch_size: int = 8,
     ) -> list[tuple[Float[np.ndarray, " T"], Bool[np.ndarray, " T"]]]:
-        """Returns, for each text, -log2 of the probability of each token after the state, and
-        whether it is the most probable token.
+        """Returns, for each text, two arrays: -log2 of the probability of each token after the
+        state, and whether the token is the most probable one.
 
         Each text is scored as if it were the only one; `batch_size` texts are read side by side.
         DataError is raised if a text is empty, an id is not in the vocabulary, or the state belongs
@@ -366,7 +374,7 @@ class Model:
           split: "train", "validation" or "test".
           ablate: what a second evaluation resets before every segment: "cache", "state" (recurrent
             states), "memory" (other memories), or "both" for all three; None evaluates only once.
-          generate: True also scores the completions of pairs that a language model writes.
+          generate: True also lets a language model write the completions of pairs, and scores them.
         """
         return evaluations.evaluate(self._saved, split, ablate, generate=generate).report
 

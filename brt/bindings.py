@@ -69,10 +69,11 @@ class Source(NamedTuple):
 
 
 def check_defined(macros: Mapping[str, Binding], bindings: Iterable[Binding]) -> dict[str, Binding]:
-    """Returns, for each macro that bindings use, one of these bindings; refuses invalid macros.
+    """Checks macros. Returns a dictionary from each used macro to one of the `bindings` that use
+    it.
 
-    The caller can thus find macros that are never used. A macro must be defined, must not contain
-    itself, and must not be too large.
+    From the result, the caller can find macros that are never used. ConfigError is raised if a
+    macro is not defined, contains itself, or is too large.
     """
     used: dict[str, Binding] = {}
     bindings = list(bindings)
@@ -99,8 +100,8 @@ def _size(
 ) -> int:
     """Returns the number of scalars and containers of a value after replacing its macros.
 
-    `sizes` are the known sizes of macros; the function adds the sizes that it computes. `inside`
-    are the names of the binding, and of the macros that contain the value.
+    `sizes` has the known sizes of macros; the function adds the sizes that it computes. `inside`
+    has the name of the binding, followed by the names of the macros that contain the value.
     """
     if isinstance(value, Macro):
         if value.name in inside:
@@ -148,7 +149,7 @@ class Resolved(NamedTuple):
     """A config and the origins of its settings."""
 
     config: Config
-    # By `Section.field`: "default", "saved", PATH:LINE, or "--gin_bindings".
+    # Maps `Section.field` to the origin: "default", "saved", PATH:LINE, or "--gin_bindings".
     origins: dict[str, str]
     bound: dict[str, str]  # the origins of the settings that a file or the command line binds
     notes: tuple[str, ...] = ()  # sentences about bound settings that do nothing or were adjusted
@@ -159,8 +160,8 @@ def resolve(
 ) -> Resolved:
     """Returns the config that `sources` bind, starting from the config `base` or from the defaults.
 
-    `sources` are the bindings of each file, by the file's path, and of the command line, by
-    `COMMAND_LINE`. `beside` is the name of a section that is not a part of configs, such as
+    `sources` maps the path of each file to the bindings of the file, and `COMMAND_LINE` to those of
+    the command line. `beside` is the name of a section that is not a part of configs, such as
     "Sweep"; its bindings are ignored. The message of an error begins with the file and the line.
     """
     task = _task(sources, base)
@@ -180,7 +181,7 @@ def resolve(
 
 
 def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
-    """Returns the bindings by field of a section that does not belong to `Config`, such as Sweep.
+    """Returns the bindings of a section that `Config` does not have, such as Sweep, by field name.
 
     Field names and types of values are not checked.
     """
@@ -196,7 +197,7 @@ def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
 
 
 def _task(sources: Mapping[str, Source], base: Config | None) -> str:
-    """Returns the name of the task in the sources, else in `base`; the task may not exist."""
+    """Returns the name of the task that the sources or else `base` set. It may be no known name."""
     found = _winners(sources, lambda b: b.name == "Training.task")
     if not found:
         return (base or Config()).training.task
@@ -301,7 +302,8 @@ def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Re
                 )
     warmup = _shorten_warmup(values, origins, base or Config())
     if base is None and values["Training"].get("init_from"):
-        # Otherwise, a setting that is bound to its default would count as not bound.
+        # The weights replace the values of settings that have their defaults. `init_keep` names the
+        # settings that somebody has bound to their defaults, so that they are not replaced.
         values["Training"].setdefault("init_keep", _bound_to_defaults(winners, task))
     try:
         config = with_values(values, base)
@@ -316,7 +318,7 @@ def _bound_to_defaults(winners: Mapping[str, Binding], task: str) -> tuple[str, 
 
 
 def _idle(config: Config, winners: Mapping[str, Binding]) -> Iterator[str]:
-    """Yields a sentence for each section that is bound although no layer is of its kind."""
+    """Yields a sentence for each section of a kind that has bound settings, but no layers."""
     for section, cls in kind_sections().items():
         bound = [b for name, b in winners.items() if name.partition(".")[0] == section]
         bound = [b for b in bound if b.value != getattr(cls, b.name.partition(".")[2])]

@@ -2,8 +2,8 @@
 
 Libraries in other languages read some kinds of files, and a crafted file can make them take any
 memory, run for ever, or end the process. Therefore a child process first reads a file as brt will
-read it. A seal (an empty file in the user's cache) says that this trial succeeded, so that a file
-is tried once. Files that brt has written get a seal at once. Programs in files of strangers, such
+read it. A seal (an empty file in the user's cache) says that this trial succeeded, so that no file
+is tried twice. Files that brt has written get a seal at once. Programs in files of strangers, such
 as chat templates, always run in a child process, a `Worker`.
 """
 
@@ -46,18 +46,19 @@ def trust(key: str) -> None:
 
 
 def trusted(key: str) -> bool:
-    """Returns True if a file was tried before, or if brt has written it."""
+    """Returns True if a file was tried before with success, or if brt has written it."""
     return key in _tried or user_cache.sealed("tried", key)
 
 
 def check(
     module: str, content: bytes, key: str, *, memory: int = MEMORY, seconds: int = SECONDS
 ) -> None:
-    """Runs a module, which calls `serve`, in a child process, unless the `key` is `trusted`.
+    """Reads `content` in a child process, unless the `key` is `trusted`.
 
-    The function that the module passes to `serve` reads `content`. The child may take `memory`
-    bytes, which macOS does not enforce, and `seconds` of CPU time. Refused is raised if the child
-    refuses the content, crashes, or takes more.
+    The child runs the module. The module must call `serve`, a function of this file, with a
+    function that reads the content. The child may take `memory` bytes, which macOS does not
+    enforce, and `seconds` of CPU time. Refused is raised if the child refuses the content, crashes,
+    or takes more.
     """
     if trusted(key):
         return
@@ -96,10 +97,10 @@ def _too_much(memory: int) -> str:
 
 
 class Worker:
-    """A child process that answers requests, with limits on its memory and on the time of each.
+    """A child process that answers requests. Its memory and its time for each request are limited.
 
-    The child runs a module, which calls `answer`. It is started for the first request, and ends
-    with this process.
+    The child runs the module, which must call `answer`, a function of this file. The child is
+    started for the first request, and ends with this process.
     """
 
     def __init__(self, module: str, *, memory: int = MEMORY, seconds: int = SECONDS):
@@ -109,7 +110,9 @@ class Worker:
         atexit.register(self._end)
 
     def ask(self, request: bytes) -> bytes:
-        """Sends a request of one line, and returns the answer line; Refused if none comes."""
+        """Sends a request of one line, and returns the line of the answer; raises Refused without
+        an answer.
+        """
         with self._lock:
             if self._child is None or self._child.poll() is not None:
                 self._end()
@@ -128,7 +131,9 @@ class Worker:
                 answer = child.stdout.readline()
             except BrokenPipeError:
                 pass
-            finally:  # Also after Ctrl-C: the next request would get this answer.
+            finally:
+                # The child must end after Ctrl-C, too. If it did not, the next request would get
+                # the answer to this request.
                 if not answer:
                     self._end()
             if not answer:
@@ -160,7 +165,10 @@ def answer(function: Callable[[bytes], bytes]) -> None:
 
 
 def _limit(limits: Mapping[int, int]) -> None:
-    """Sets limits of this process, by their numbers in `resource`, as far as that is allowed."""
+    """Sets limits of this process, as far as the system allows it.
+
+    `limits` maps the number that the module `resource` gives a kind of limit to the limit.
+    """
     for kind, limit in limits.items():
         _, hard = resource.getrlimit(kind)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
@@ -168,7 +176,7 @@ def _limit(limits: Mapping[int, int]) -> None:
 
 
 def serve(function: Callable[[bytes], None]) -> None:
-    """Calls a function with the content that `check` was called with, in the child process.
+    """In the child process, calls a function with the content that the parent passed to `check`.
 
     The function raises `Refused` if the content must not be used. Other errors, except panics of
     libraries in Rust, are not reported, because brt meets and explains them when it reads the file.
@@ -181,7 +189,7 @@ def serve(function: Callable[[bytes], None]) -> None:
     except MemoryError:
         sys.exit(1)
     except BaseException as error:
-        # The class of a panic does not derive from Exception.
+        # A panic of a library in Rust is an exception whose class does not derive from Exception.
         if isinstance(error, Refused) or not isinstance(error, Exception):
             sys.stdout.write(f"{error}"[:_SAID])
             sys.exit(1)

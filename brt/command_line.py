@@ -102,12 +102,12 @@ def _local(find: Callable[[str], str], name: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-# Every flag of a file or directory has one of these types, which return local paths, or, for
-# sources and settings, what a config keeps.
+# Every flag that names a file or directory has one of these types. They return local paths, except
+# that `source` and `setting` return the value that a config keeps.
 path = partial(_local, storage.readable)  # a file or directory that is read
 directory = partial(_local, storage.local)  # a run, or the directory of a model
 new_path = partial(_local, storage.writable)
-new_directory = partial(_local, storage.new_directory)  # in a bucket, nothing may be there
+new_directory = partial(_local, storage.new_directory)  # in a bucket, nothing may exist there
 source = partial(_local, storage.source)  # a source of data, which may be on the hub
 setting = partial(_local, storage.settled)  # a flag's value for a setting that names files
 
@@ -150,9 +150,10 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
-    """Returns the config of the flags of `add_config_flags`, which change `base` or the defaults.
+    """Returns the config `base`, or the default config, with the changes that the flags request.
 
-    With --print_config it prints the config and exits.
+    The flags are those of `add_config_flags`. With --print_config, the function prints the config
+    and exits.
     """
     resolved = read(args.gin_file, args.gin_bindings, base)
     for note in resolved.notes:
@@ -164,7 +165,7 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
 
 
 def changing(args: argparse.Namespace) -> Callable[[Config], Config]:
-    """Returns a function from a saved config to that config with the changes of the flags."""
+    """Returns a function that applies the changes of the flags to a saved config."""
     return lambda saved: resolve(args, base=saved).config
 
 
@@ -220,7 +221,7 @@ def section_and_variant_resolver(
 
 
 def _register_kinds() -> None:
-    """Makes the sections of all kinds of layers known, which imports jax."""
+    """Registers the sections of all kinds of layers. This imports jax."""
     from brt import tasks  # noqa: F401
 
 
@@ -237,8 +238,8 @@ def _check_task(resolved: Resolved) -> None:
 def errors_naming(flags: Mapping[str, str]) -> Iterator[None]:
     """Context in which errors name flags of the command instead of settings or arguments.
 
-    `flags` has the flag that replaces each name, {"Data.errors": "--errors", "beams=": "--beams="},
-    so that Data.errors = 'replace' becomes --errors=replace.
+    `flags` maps each such name to the flag that replaces it. With {"Data.errors": "--errors",
+    "beams=": "--beams="}, for example, Data.errors = 'replace' becomes --errors=replace.
     """
     names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
     pattern = re.compile(rf"(?<![\w.-])({names})(?![a-z_])(?: = (?:'([^']*)'|(\S+)))?")

@@ -33,8 +33,8 @@ from brt.redaction import redacted
 def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = None) -> Config:
     """Returns `base`, or the default config, with some settings replaced.
 
-    `values` has the new values by section and field, {"Model": {"layers": 12}}, with the types of
-    the settings.
+    `values` has the new values by section and field, {"Model": {"layers": 12}}. The values must
+    have the types of the settings.
     """
     types = section_types()
     # Without a base, a section is created from the fields, because the defaults of other fields may
@@ -154,8 +154,8 @@ def without_written_paths(config: Config) -> Config:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Returns (name, old value, new value) of each field that differs, also of derived ones."""
-    # A change of a password is no difference, because *** replaces both.
+    """Returns (name, old value, new value) of each field that differs, including derived fields."""
+    # A change of a password is no difference, because *** replaces both passwords.
     before, after = (
         redacted(config_values(config) | {name: _value(config, name) for name in derived_fields()})
         for config in (old, new)
@@ -203,7 +203,11 @@ def checked_value(name: str, value: Any, task: str | None = None) -> Any:
 
 
 def checked_field(name: str, value: Any) -> Any:
-    """Returns `value` converted to the type of a field, as "Pairs.train" (Data.train in .gin)."""
+    """Returns `value` converted to the type of the field `name`.
+
+    The name begins with the class of the field, for example "Pairs.train", although .gin files call
+    this field Data.train.
+    """
     return converted(public_name(name), class_field_types()[name], value)
 
 

@@ -21,7 +21,7 @@ _MOST_INSIDE = 5  # A legend of at most this many lines fits inside the axes.
 def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axes]]:
     """Returns a figure, and its panels, which stand below each other and share their x axis.
 
-    A `height` (in inches) of None is chosen by the number of panels.
+    If `height` (in inches) is None, it is computed from the number of panels.
     """
     figure = Figure(figsize=(8, height or 3.2 + 1.6 * rows), layout="constrained")
     axes = list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
@@ -33,7 +33,7 @@ def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axe
 
 
 def window_plot(values: Mapping[int, float], ylabel: str) -> Figure:
-    """Returns a plot of a metric, by window in tokens, on a logarithmic axis of windows."""
+    """Returns a plot of a metric against the window in tokens, on a logarithmic axis of windows."""
     figure, (axes,) = new_figure(1)
     axes.plot(list(values), list(values.values()), "o-", markersize=4)
     axes.set_xscale("log", base=2)
@@ -45,7 +45,8 @@ def window_plot(values: Mapping[int, float], ylabel: str) -> Figure:
 def class_plot(values: Mapping[str, tuple[float, float | None]], xlabel: str) -> Figure:
     """Returns a plot with a horizontal bar for each class of tokens, the first class at the top.
 
-    A value is the length of the bar and half of its confidence interval (None without one).
+    Each value has the length of a bar and half the width of its confidence interval, or None if
+    there is no interval.
     """
     figure, (axes,) = new_figure(1)
     for name, (length, half) in values.items():
@@ -123,5 +124,5 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     for value in values:
         average = decay * average + (1 - decay) * value
         weight = decay * weight + (1 - decay)
-        smooth.append(average / weight)  # This corrects the start at 0.
+        smooth.append(average / weight)  # The division corrects the start at 0.
     return np.array(smooth)

@@ -39,10 +39,10 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FAILING = _FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _PARTIAL = re.compile(r"\.brt\.[0-9a-f]{16}\.partial")
-# A file needs an inode, so a disk is also full if no inodes are left. The free inodes are counted
-# only after a failed save has deleted its files, about _FEW_FILES for a checkpoint, which makes
-# inodes free again. Inodes therefore count as used up if fewer than _FEW_FILES of them, or less
-# than the share _FULL_SHARE of all inodes, are free.
+# A file needs an inode, so a disk is also full if no inodes are left. When the free inodes are
+# counted, a failed save has already deleted its files (about _FEW_FILES for a checkpoint), and
+# their inodes are free again. Inodes therefore count as used up if fewer than _FEW_FILES of them,
+# or less than the share _FULL_SHARE of all inodes, are free.
 _FULL_SHARE = 0.01
 _FEW_FILES = 32
 # If a write failed because the disk was full, but more than this share of the disk's space and of
@@ -61,7 +61,7 @@ def storage_fails(error: BaseException) -> bool:
 
 
 def storage_refuses(error: BaseException) -> bool:
-    """Returns True if the storage has failed, or denies access to a file that it allowed before."""
+    """Returns True if the storage has failed, or denies access that it has allowed before."""
     return storage_fails(error) or isinstance(error, PermissionError)
 
 
@@ -128,10 +128,10 @@ def replacing(path: Path, *, below: Path | None = None, synced: bool = True) -> 
     """Context that yields a new file for bytes, which replaces `path` if the block succeeds.
 
     If the block fails, the new file is deleted. The permissions of an existing file are kept.
-    `synced` waits until the content and the name of the file are on the disk.
+    If `synced` is True, the context ends when the content and the name of the file are on the disk.
 
     Here and in the functions below, no part of `path` below the directory `below` may be a symbolic
-    link (OSError with ELOOP). None stands for the directory of `path`.
+    link; OSError with ELOOP is raised for links. `below` = None stands for the directory of `path`.
     """
     with directory(path.parent, below=below) as place:
         mode = 0o666
@@ -175,7 +175,9 @@ def is_regular_or_new(path: Path) -> bool:
 
 
 def utf8_path(path: Path) -> Path:
-    """Returns `path`, for checkpoints; ConfigError if it is not UTF-8, which TensorStore needs."""
+    """Returns `path`, a directory for checkpoints; raises ConfigError if the path is not UTF-8, as
+    TensorStore requires.
+    """
     try:
         os.path.abspath(path).encode()
     except UnicodeEncodeError as error:
@@ -189,7 +191,7 @@ def utf8_path(path: Path) -> Path:
 def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: int = -1) -> IO:
     """Opens a regular file for changes and returns it, like Python's `open`; text is UTF-8.
 
-    A link, or a file of another kind, is an OSError; see `replacing` for `below`.
+    OSError is raised for links and for files that are not regular; see `replacing` for `below`.
     """
     with directory(path.parent, below=below) as place:
 
@@ -212,8 +214,8 @@ def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: in
 def directory(path: Path, *, below: Path | None = None, make: bool = False) -> Iterator[int]:
     """Context that opens a directory and yields its file descriptor.
 
-    `below` is as in `replacing`; None stands for `path` itself. `make` creates directories that are
-    missing below `below`.
+    `below` is as in `replacing`, but None stands for `path` itself. If `make` is True, missing
+    directories below `below` are created.
     """
     at = below or path
     with contextlib.ExitStack() as stack:
@@ -235,12 +237,12 @@ def partial_name() -> str:
 
 
 def partial_files(directory: Path) -> Iterator[Path]:
-    """Yields the temporary files in a directory that killed processes have left."""
+    """Yields the temporary files in a directory. Killed processes may have left them there."""
     return (path for path in directory.glob(".brt.*.partial") if _PARTIAL.fullmatch(path.name))
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Deletes the temporary files in a directory that no process is writing; ignores OSErrors."""
+    """Deletes temporary files in a directory, except files that a process is writing."""
     for path in partial_files(directory):
         # An OSError is no problem: the file may be in use, belong to another user, be a link, or no
         # longer exist.
@@ -289,7 +291,10 @@ def _new_file(place: int, mode: int) -> tuple[str, int]:
 
 
 def _found(path: Path, place: int) -> os.stat_result | None:
-    """Returns the status of a file in the directory `place`, None without one; refuses links."""
+    """Returns the status of the file at `path`, whose directory is open as `place`; refuses links.
+
+    The result is None if there is no such file.
+    """
     try:
         status = os.stat(path.name, dir_fd=place, follow_symlinks=False)
     except FileNotFoundError:
@@ -300,7 +305,11 @@ def _found(path: Path, place: int) -> os.stat_result | None:
 
 
 def _make(path: Path, place: int, *, last: bool) -> None:
-    """Creates a directory unless it exists; raises FileExistsError if the last one is a file."""
+    """Creates the directory at `path`, whose parent is open as `place`, unless it exists.
+
+    `last` is True for the directory that the caller asks for, and False for its parents. If it is
+    True and a file has this path, FileExistsError is raised.
+    """
     try:
         os.mkdir(path.name, dir_fd=place)
     except FileExistsError:
@@ -310,7 +319,9 @@ def _make(path: Path, place: int, *, last: bool) -> None:
 
 
 def _stream(path: Path) -> int | None:
-    """Returns a descriptor to write to a standard stream, a FIFO or a device; None for others."""
+    """Returns a descriptor for writing if `path` is a standard stream, a FIFO or a device, or else
+    None.
+    """
     try:
         status = path.stat()
     except FileNotFoundError:

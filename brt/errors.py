@@ -41,7 +41,9 @@ class DataError(BrtError, ValueError):
 
 
 class CheckpointError(BrtError):
-    """An error which says that a checkpoint is missing, damaged, of another run, or not saved."""
+    """An error which says that a checkpoint is missing, is damaged, belongs to another run, or was
+    not saved.
+    """
 
     exit_code = 4
 
@@ -65,7 +67,7 @@ class Preempted(BrtError):
 
 
 class PeerError(Preempted):
-    """An error which says that another process of the run has ended; the same command continues."""
+    """An error which says that another process of a run ended; the same command continues it."""
 
 
 @contextlib.contextmanager

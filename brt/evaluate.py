@@ -52,7 +52,7 @@ def _windows(text: str) -> tuple[int, ...]:
 
 
 def _follow(args: argparse.Namespace) -> None:
-    """Evaluates checkpoints until training ends. If it is stopped, the same command continues."""
+    """Evaluates checkpoints until training ends. If stopped, the same command continues later."""
     from brt.training import following
     from brt.training.workdir import Workdir
 

@@ -7,12 +7,15 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-# Controls, marks of direction and other invisible characters, line separators, lone surrogates.
+# `printable` escapes characters of these categories: controls, marks of direction and other
+# invisible characters, line separators, and lone surrogates.
 _ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-_KEPT = "\n\t\u200c\u200d"  # The last two join and separate letters, also of emoji.
-# `sentence` leaves out the middle of words of 500 characters or more, and of messages above 2,000.
+# U+200C separates two letters, and U+200D joins two letters or emoji.
+_KEPT = "\n\t\u200c\u200d"
+# `sentence` leaves out the middle of words of 500 characters or more, and of messages of more than
+# 2,000 characters.
 _LONGEST_WORD, _LONGEST_MESSAGE = 500, 2000
-# The URLs that texts show instead of the paths of local copies of buckets, by path.
+# Maps the path of a local copy of something in a bucket to its URL, which texts show instead.
 SHOWN: dict[str, str] = {}
 _FORMULA = re.compile(r"\s*[=+@＝＋－＠-]|[\t\r\n]")
 
@@ -90,7 +93,9 @@ def markdown(text: str) -> str:
 
 
 def csv_value(value: Any) -> Any:
-    """Returns a value for a cell of CSV; a spreadsheet does not take a text for a formula."""
+    """Returns a value for a cell of CSV. A quote is put before a text that looks like a formula, so
+    that no spreadsheet computes the formula.
+    """
     if not isinstance(value, str):
         return value
     return "'" * bool(_FORMULA.match(value)) + one_line(value)

@@ -26,10 +26,10 @@ _ADJACENT = (tokenize.STRING, tokenize.NL, tokenize.COMMENT)
 
 
 def read_sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source]:
-    """Returns the bindings of the command line, by `COMMAND_LINE`, and of all files, by path.
+    """Returns a dictionary of sources: the command line, and all files.
 
-    The command line is a source that includes every --gin_file. Files that these files include are
-    among the results.
+    The key of the command line is `COMMAND_LINE`, and the key of a file is its path. The command
+    line includes every --gin_file. Files that these files include are among the results.
     """
     sources = {COMMAND_LINE: Source([], [])}
     for file in files:
@@ -72,7 +72,7 @@ def _add(
     sources: dict[str, Source],
     including: tuple[str, ...],
 ) -> None:
-    """Adds a binding to the source `key`, or the file of an include statement to `sources`."""
+    """Adds a binding to the source `key`; adds the file of an include statement to `sources`."""
     match statement:
         case config_parser.BindingStatement():
             name = ".".join(filter(None, (statement.selector, statement.arg_name)))
@@ -182,7 +182,7 @@ def _no_value(word: str) -> str:
 
 def _unreadable(message: str, line: str | None) -> str:
     """Returns a clear sentence for a syntax error of gin's parser."""
-    # The value is the text after the only = of a line, unless it has brackets.
+    # The text after the = is the value if there is only one =, and no bracket follows it.
     word = (line or "").partition("=")[2].partition("#")[0].strip()
     word = "" if word[:1] in ("(", "[", "{") or "=" in word else word
     if match := re.search("Failed to parse token '(.*)'", message):

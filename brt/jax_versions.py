@@ -28,7 +28,7 @@ def unknown_option(error: Exception, options: Mapping[str, object]) -> str | Non
 
 def quick_compilation() -> Sequence[str]:
     """Returns XLA flags for CPU programs that are compiled often and run seldom, as in tests."""
-    # XLA ends the process if it does not know a flag, so other versions get none.
+    # XLA ends the process if it does not know a flag, so versions other than 0.10 get no flag.
     return ("--xla_cpu_use_fusion_emitters=false",) * version("jaxlib").startswith("0.10.")
 
 

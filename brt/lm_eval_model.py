@@ -33,8 +33,8 @@ class BrtLM(TemplateLM):
     Args:
       workdir: a run, a directory in Hugging Face's format, or a name on its hub (see `brt.load`).
       window, sinks: the settings Model.window and Window.sinks.
-      add_bos_token: whether BOS is read before contexts, as in brt's other commands. False leaves
-        it out, as the model `hf` of lm_eval does if the tokenizer of the model adds none.
+      add_bos_token: True if BOS is read before contexts, as in brt's other commands. False leaves
+        BOS out, as the model `hf` of lm_eval does if the tokenizer of the model adds no BOS.
       batch_size: the number of continuations of a context that are read side by side.
       device: not used, because JAX chooses the devices; lm_eval has a default for it.
       others: settings with their values, such as {"Window.block": 64}.
@@ -86,7 +86,7 @@ class BrtLM(TemplateLM):
         return encode_prompt(self._tokenizer, text, special).tolist()
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Returns "", for the tokenizer's default template; refuses the name of another one."""
+        """Returns "", which stands for the tokenizer's default template; refuses other names."""
         if isinstance(chat_template, str):
             raise ConfigError(
                 f"--apply_chat_template={chat_template} names a template; brt uses the default one "
@@ -97,7 +97,9 @@ class BrtLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Returns a chat as text. Without `add_generation_prompt`, the last message ends it."""
+        """Returns a chat as text. Without `add_generation_prompt`, the text ends with the content
+        of the last message, so that the model continues this message.
+        """
         text = chat.render(
             self._tokenizer, chat_history, add_generation_prompt=add_generation_prompt
         )
@@ -114,7 +116,9 @@ class BrtLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Returns (log-likelihood, True if greedy) per request (texts, context, continuation)."""
+        """Returns, for each request (texts, context, continuation), the log-likelihood of the
+        continuation, and True if each of its tokens is the most probable one.
+        """
         places: dict[tuple[int, ...], list[int]] = {}
         for place, (_, tokens, _) in enumerate(requests):
             places.setdefault(tuple(tokens), []).append(place)
@@ -163,7 +167,9 @@ class BrtLM(TemplateLM):
         return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Returns the continuations, several written at once; sampled ones are written alone."""
+        """Returns the continuations. Several are written at once, except that continuations that
+        are sampled or have no context are written alone.
+        """
         groups: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             context, options = request.args
@@ -187,7 +193,9 @@ class BrtLM(TemplateLM):
     def _read(
         self, tokens: Sequence[int], state: api.Memory | None = None, *, bos: bool = False
     ) -> api.Memory:
-        """Returns the memory after tokens; without `state`, BOS is first if `bos` or `_bos`."""
+        """Returns the memory after reading tokens. If `state` is None, and `bos` or `self._bos` is
+        True, BOS is read first.
+        """
         return self.model.read(np.asarray(tokens, np.int32), state, bos=self._bos or bos)
 
 

@@ -29,7 +29,7 @@ FLAGS = {"json", "save_state"}
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Prints a result to stdout, which may have several lines."""
+    """Prints a result, which may have several lines, to stdout."""
     print(printable(text), end=end, flush=True)
 
 
@@ -49,7 +49,8 @@ def say_warnings() -> None:
 
     def warn(message: Warning | str, *_: Any, **__: Any) -> None:
         text = kind = str(message)
-        # JAX warns of a failure of its cache of compiled programs for every program.
+        # If JAX's cache of compiled programs fails, JAX warns for every program. All these warnings
+        # count as one.
         if found := re.match("Error (?:reading|writing) persistent compilation cache.*?': ", text):
             kind = "cache"
             text = (
@@ -116,7 +117,10 @@ def reader_is_gone() -> bool:
 
 
 def check_files(flags: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a file that one of the flags (by name) names cannot be written."""
+    """Raises ConfigError if a flag names a file that cannot be written.
+
+    `flags` maps the names of flags to their values.
+    """
     for flag in sorted(FLAGS & flags.keys()):
         if not (path := flags[flag] and Path(flags[flag])):
             continue
@@ -137,10 +141,10 @@ def check_files(flags: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def explained(flag: str, path: str | Path) -> Iterator[None]:
-    """Context that turns OSErrors of writing the file of a flag into ConfigErrors.
+    """Context in which the file that a flag names is written; OSErrors become ConfigErrors.
 
-    An OSError is raised unchanged if the storage has failed, or denies access since `check_files`,
-    or if the reader of standard output has ended.
+    An OSError is raised unchanged if the storage has failed, if it denies access that it allowed
+    when `check_files` was called, or if the reader of standard output has ended.
     """
     try:
         yield

@@ -124,7 +124,9 @@ def _check(
     needed: tuple[str, ...],
     errors: tuple[str, ...],
 ) -> None:
-    """Refuses flags that are not `known`, missing `needed` ones, and --errors not in `errors`."""
+    """Raises ConfigError if a flag is not in `known`, if a flag in `needed` is missing, or if the
+    value of --errors is not in `errors`.
+    """
     for flag in vars(args):
         if flag not in known:
             raise ConfigError(f"--{flag} has no meaning with {mode} (--help lists the flags)")

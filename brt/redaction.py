@@ -101,7 +101,7 @@ def _random(word: str) -> bool:
     """Returns True if letters and digits alternate as often as in keys, unlike in words.
 
     Hexadecimal words are keys only if they have the length of keys of Weights & Biases, because
-    other lengths are hashes.
+    hexadecimal words of other lengths are hashes.
     """
     text = re.sub(r"[^A-Za-z0-9]", "", word)
     kinds = ["0" if c.isdigit() else "a" if c.islower() else "A" for c in text]

@@ -41,10 +41,10 @@ _COMPILERS = {
     "jax_cuda13_plugin": _NVIDIA,
 }
 _hanging: list[threading.Thread] = []
-# If this process is a command, the value of `time.monotonic()` when it began.
+# The value of `time.monotonic()` when this process began; None if this process is no command.
 began: float | None = None
-# A thread may hang in code of a library, or of a file system. Code that waits for its end waits at
-# most this many seconds.
+# A thread may hang in code of a library, or of a file system. Code that waits for the end of a
+# thread waits at most this many seconds.
 JOIN_SECONDS = 5.0
 
 
@@ -59,8 +59,8 @@ def use_huge_pages() -> None:
     # allocation, even after `keep_memory`. This causes 60,000 page faults per step of a mid-sized
     # model, which take a fifth of the step's time. Larger pages cause fewer faults, but glibc reads
     # this setting only when a process starts.
-    # A restart needs the path of Python, and a program that can be read again. Standard input ("-")
-    # can be read only once.
+    # A restart needs the path of Python, and a program that can be read again. A program from
+    # standard input ("-") can be read only once.
     if _chosen() or not (sys.executable and "-" not in sys.orig_argv):
         return
     if _glibc() >= (2, 35) and _huge_pages():
@@ -86,8 +86,9 @@ def _huge_pages() -> bool:
 def age() -> float:
     """Returns the seconds since this process was started; 0.0 where the system has no /proc."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # The name of the program, in parentheses, may contain anything. The first field behind it
-        # is the third; the 22nd is the start of the process, in ticks since the system's start.
+        # The name of the program, in parentheses, may contain anything. The first field after the
+        # name is field 3 of the file. Field 22 is the start of the process, in ticks since the
+        # system's start.
         fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
         started = int(fields[22 - 3]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
@@ -162,8 +163,9 @@ def use_cpus(count: int | None = None) -> None:
 def use_cpu_without_accelerator(devices: Path = Path("/dev")) -> None:
     """Makes jax use the CPU if this machine has a compiler for accelerators but no accelerator.
 
-    The packages of brt[tpu-compile] and brt[gpu-compile] also compile for other machines. If they
-    are installed, jax looks for accelerators here, and prints tracebacks if there are none.
+    The packages of brt[tpu-compile] and brt[gpu-compile] can compile for accelerators of other
+    machines. If they are installed, jax looks for accelerators on this machine, and prints
+    tracebacks if there are none.
     """
     installed = [name for name in _COMPILERS if importlib.util.find_spec(name)]
     files = {pattern for name in installed for pattern in _COMPILERS[name]}
@@ -200,7 +202,9 @@ def repeating(
 
 
 def join(thread: threading.Thread, seconds: float = JOIN_SECONDS) -> None:
-    """Waits for a daemon thread, or remembers it for `leave` if it lasts longer than `seconds`."""
+    """Waits for the end of a daemon thread, for at most `seconds`. A thread that has not ended by
+    then is remembered for `leave`.
+    """
     thread.join(seconds)
     if thread.is_alive():
         _hanging.append(thread)
@@ -210,7 +214,7 @@ def leave(code: int) -> NoReturn:
     """Ends the process with an exit code."""
     # A thread that waits in C++ code, for example for a process that is gone, may return while
     # Python shuts down. Python then ends the thread in a way that aborts the whole process, with
-    # exit code 134. Such a process therefore ends without shutting down Python.
+    # exit code 134. A process with such a thread therefore ends without shutting down Python.
     if any(thread.is_alive() for thread in _hanging):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -51,7 +51,7 @@ def abstract(description: Description) -> dict[str, jax.ShapeDtypeStruct]:
 def differences(saved: Description, wanted: Description, *, partial: bool = False) -> list[str]:
     """Returns a phrase for each difference between the leaves of a checkpoint and of a model.
 
-    `partial` ignores leaves that only the checkpoint has.
+    If `partial` is True, leaves that only the checkpoint has are ignored.
     """
     phrases = [
         f"{name} is {_shape(saved[name])} in the checkpoint and {_shape(wanted[name])} here"

@@ -13,13 +13,13 @@
 The same letters are used in jaxtyping annotations, einsums and docstrings. Batches have integers of
 the type int32. The following terms have the same meaning everywhere:
 
-    row      a row of the batch; those of language models, which read document after document from
-             step to step, are called lanes in the code
+    row      a row of the batch; a row of a language model, which reads document after document from
+             step to step, is called a lane in the code
     segment  the tokens that a row reads in a step; gradients end at the segment's start
     block    the tokens that a layer reads at once, by default as many as the window; a segment
              consists of blocks, and documents start at block boundaries
     window   the tokens that an attention layer lets a token see, including the token itself
-    carry    what a step hands to the next for each row: caches, recurrent states, memories
+    carry    what a step hands to the next step for each row: caches, recurrent states, memories
     cache    keys and values of the last window before a block (Transformer-XL)
     mask     a boolean array, True for the entries that count; `scored` is the mask of targets
 """
@@ -62,7 +62,7 @@ class PairBatch(NamedTuple):
 class SpeechBatch(NamedTuple):
     """Utterances with transcripts, as NumPy arrays on the host and as jax arrays in a step."""
 
-    features: Float[Array, "B X width"]  # float32, frames, followed by 0
+    features: Float[Array, "B X width"]  # float32 vectors of the frames, followed by 0
     valid: Bool[Array, "B X"]  # False on padding, and everywhere in an empty row
     targets: Tokens  # tokens of the transcript, followed by 0
     scored: Bool[Array, "B T"]  # False on padding

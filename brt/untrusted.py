@@ -1,8 +1,8 @@
 """Reads files that anybody may have written, without trusting what they claim.
 
-Sizes are checked before memory is allocated, and nothing is executed or unpickled. Damaged files
-raise ValueError, unreadable ones OSError; the caller, who knows the purpose of the file, turns them
-into a sentence for the user.
+Sizes are checked before memory is allocated, and nothing is executed or unpickled. ValueError is
+raised for damaged files, and OSError for unreadable files. The caller, who knows the purpose of the
+file, turns the error into a sentence for the user.
 """
 
 import contextlib
@@ -32,9 +32,10 @@ _DEEPEST = 100  # Lists and objects in files of a known structure are nested at 
 # process them without reaching Python's limit of recursion. brt checks the depth itself, because
 # the parser has no limit from Python 3.14 on.
 _DEEPEST_PARSED = 200
-# A JSON text has at most this many lists and objects; each takes 64 bytes of memory, 3 of text.
+# A JSON text has at most this many lists and objects. Each of them takes 64 bytes of memory,
+# although it takes only 3 bytes of the text.
 _MOST_PARSED = 1 << 24
-# An archive may unpack to GROWTH times its size plus _SLACK bytes.
+# An archive may unpack to at most GROWTH times its size plus _SLACK bytes.
 GROWTH, _SLACK = 64, 64 << 20
 _DIRECTORY = 1 << 20  # The directory of an archive has at most this many bytes.
 _RATIO = 1032  # Deflate compresses by at most this factor.
@@ -49,7 +50,7 @@ _HEADER = re.compile(
 
 
 def open_file(path: Path | str) -> BufferedReader:
-    """Opens a regular file for bytes; FIFOs and devices, which may never end, are OSErrors."""
+    """Opens a regular file for bytes; raises OSError for FIFOs and devices, which may never end."""
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except ValueError as error:  # `open` refuses names that contain a NUL.
@@ -73,11 +74,11 @@ def parse_json(
 ) -> Any:
     """Returns the value of a JSON text, within limits that protect the process.
 
-    JSON that is nested deeply, or contains very long numbers or very many lists and objects, is a
-    JSONDecodeError. `halves` says what happens to surrogates without a partner. "strict" raises
-    a JSONDecodeError, except for those by which Python represents bytes of file names that are not
-    UTF-8 (U+DC80 to U+DCFF). "replace" converts them to U+FFFD, and "keep" leaves them in the
-    value, for callers that report them themselves.
+    JSONDecodeError is raised for JSON that is nested deeply, or contains very long numbers or very
+    many lists and objects. `halves` says what happens to surrogates without a partner. "strict"
+    raises JSONDecodeError, except for the surrogates U+DC80 to U+DCFF, by which Python represents
+    bytes of file names that are not UTF-8. "replace" converts all surrogates without a partner to
+    U+FFFD. "keep" leaves them in the value, for callers that report them themselves.
     """
     if len(text) > _MOST_PARSED and decode is json.loads:
         brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
@@ -146,8 +147,8 @@ def check(value: Any, kind: Any, name: str = "it") -> None:
     A type, a union of types, or a Literal describes a value. [kind] describes a list of any length
     whose elements have this kind. {name: kind} describes an object, which may have further names,
     and may lack a name that is written as `name?`. {str: kind} describes an object with any names.
-    `object` accepts any JSON. Numbers must be finite and fit into 64 bits. The error names the
-    value `name`.
+    `object` accepts any JSON. Numbers must be finite and fit into 64 bits. The error message calls
+    the value `name`.
     """
     if isinstance(kind, Mapping):
         check(value, dict, name)
@@ -220,8 +221,8 @@ def npz(path: Path, growth: int | None = GROWTH) -> Iterator[dict[str, LazyArray
     than the file can contain are refused. An uncompressed array cannot have more bytes than the
     file, and a compressed one cannot have more than 1032 times as many. All arrays together have at
     most `growth` times the bytes of the file plus 64 MiB; None sets no limit, for callers that
-    check the shapes before they read. ValueError is raised for other files, damage, and arrays of
-    objects.
+    check the shapes before they read. ValueError is raised for files that are not .npz files, for
+    damaged files, and for arrays of objects.
     """
     with open_file(path) as file:
         with _as_value_errors(path.name):

@@ -31,7 +31,7 @@ def private(name: str) -> Path | None:
     """Creates and returns a cache directory for programs that brt will execute.
 
     Returns None if the directory cannot be written, belongs to another user, or can be written by
-    other users. A message on stderr says so once.
+    other users. A message on stderr then gives the reason once.
     """
     try:
         place = _checked_writable() / name
@@ -65,7 +65,7 @@ def make(place: Path) -> None:
 
 
 def seal(kind: str, key: str, *, good: bool = True) -> None:
-    """Notes in the cache that a file was found to be good, or (`good` False) takes the note back.
+    """Notes in the cache that a file was found to be good; if `good` is False, removes the note.
 
     The note, a seal, is an empty file kind/key; `key` is a hash of what was checked. Errors are
     ignored, because without a seal, the file is only checked again.

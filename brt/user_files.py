@@ -1,7 +1,7 @@
 """Python files of the user (--import FILE), which add kinds of layers and tasks.
 
-Because they are executed, only the command line can name them, and a run directory or a .gin file
-cannot. Other commands that brt starts execute the same files and no others.
+These files are executed. Therefore only the command line can name them; a run directory or a .gin
+file cannot. Other commands that brt starts execute the same files and no others.
 """
 
 import importlib.util

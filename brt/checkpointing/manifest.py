@@ -4,9 +4,10 @@ MANIFEST.sha256 has the checksums of all files, in the format of the command `sh
 needed because the library that stores the arrays notices missing files, but not flipped bits.
 
 Orbax writes each array with Zarr 2: `.zarray` is JSON that describes the array, and each chunk is
-a zstd stream. Both are entries of a key-value store (OCDBT), whose tree is compressed, too. What
-brt reads is fixed here, and no file of the checkpoint chooses another format. Arrays are first read
-in a child process, which runs this file with limits of its memory and time.
+a zstd stream. Both are entries of a key-value store (OCDBT), whose tree of keys is compressed, too.
+This module fixes the format that brt reads, and no file of a checkpoint can choose another one.
+Before brt itself reads arrays, a child process with limited memory and time runs this file to read
+them.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ import tensorstore
 from brt import bounded, durable, untrusted
 
 NAME = "MANIFEST.sha256"
-# Besides its arrays, a checkpoint has at most this many bytes, such as the metadata of its arrays.
+# The files of a checkpoint that are not arrays, such as metadata, have at most this many bytes.
 _OTHERS = 64 << 20
 _SECONDS_PER_GB = 20  # for the child process that first reads arrays
 _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
@@ -35,8 +36,8 @@ _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 def write(directory: Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
     """Writes MANIFEST.sha256 for all files below `directory`, and flushes all files to disk.
 
-    `known` has checksums of files by their paths relative to `directory`. These files are not read,
-    and are listed even if they are on other hosts.
+    `known` maps the paths of files, relative to `directory`, to their checksums. These files are
+    not read, and are listed even if they are on other hosts.
     """
     sums = {**checksums(directory, known), **known}
     lines = (f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
@@ -59,8 +60,9 @@ def verify(
 ) -> list[str]:
     """Compares a checkpoint with its MANIFEST.sha256; returns a phrase for each problem.
 
-    Only files whose relative paths are in `only` are read (None: all). No file is read if the files
-    are far larger than the checkpoint's arrays, which have `arrays` bytes (None: not known).
+    Only files whose relative paths are in `only` are read (None: all). `arrays` is the number of
+    bytes of the checkpoint's arrays (None: not known). If the files are far larger than that, the
+    result is this problem alone, and no file is read.
     """
     try:
         expected = read(directory)
@@ -78,7 +80,7 @@ def verify(
 
 
 def read(directory: Path) -> dict[str, str]:
-    """Returns the checksum (hexadecimal) of each file that MANIFEST.sha256 lists, by relative path.
+    """Returns the hexadecimal checksums that MANIFEST.sha256 lists, by the files' relative paths.
 
     ValueError is raised if the manifest is missing or damaged; the message says how.
     """
@@ -155,10 +157,11 @@ def open_array(directory: Path, name: str, shape: list[int], dtype: str) -> Any:
 
 
 def check_arrays(directory: Path, arrays: Mapping[str, tuple[list[int], str]]) -> None:
-    """Reads arrays in a child process, unless brt wrote them or has tried them (see `bounded`).
+    """Lets a child process read arrays, unless brt wrote them or has tried them (see `bounded`).
 
-    `arrays` has their shapes and dtypes, by name. The checksums must have been verified. ValueError
-    is raised if an array is stored otherwise, or reading takes too much memory or time.
+    `arrays` maps the names of the arrays to their shapes and dtypes. The checksums of the files
+    must have been verified before. ValueError is raised if an array has another shape, dtype or
+    encoding, or if reading takes too much memory or time.
     """
     sums = untrusted.read_file(directory.parent / NAME)
     if not arrays or bounded.trusted(bounded.key(sums)):

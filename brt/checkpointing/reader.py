@@ -35,9 +35,9 @@ _THREADS = 4  # This number of arrays is read at a time.
 def read_onto_devices(path: Path, stored: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Reads arrays of a checkpoint, after a child process with limited memory has read them.
 
-    `path` is the directory `state` or `frozen`. `stored` has the shape and dtype of every array to
-    read, and its sharding (without one: the default device). ValueError is raised if an array is
-    missing, or is not stored as it should be.
+    `path` is the directory `state` or `frozen`. `stored` maps the name of each array to read to an
+    object with its shape, dtype and sharding; an array without a sharding is put onto the default
+    device. ValueError is raised if an array is missing, or has another shape, dtype or encoding.
     """
     described = {name: ([*leaf.shape], np.dtype(leaf.dtype).name) for name, leaf in stored.items()}
     # Orbax does not store arrays without elements.
@@ -60,7 +60,8 @@ def read_onto_devices(path: Path, stored: Mapping[str, Any]) -> dict[str, jax.Ar
         return dict(zip(stored, pool.map(read_one, stored), strict=True))
 
 
-# The version of what a checkpoint contains: arrays, and settings by their names.
+# The version of the checkpoint format. It changes if arrays or settings are stored in another way
+# or get other names.
 FORMAT = 4
 META = "meta.json"
 # This file contains the step that was saved last, even if its checkpoint has been removed since.
@@ -85,7 +86,7 @@ class VerifiedCheckpoint(NamedTuple):
     meta: dict[str, Any]  # the content of meta.json
     problems: list[str]  # a sentence about each newer checkpoint that is damaged
     requested: int | None = None  # the step that `find` was asked for; None for the newest
-    state: Any = None  # pytree of its arrays, which `restore` reads
+    state: Any = None  # pytree of the checkpoint's arrays; None before `restore` has read them
 
 
 # In the functions below, `directory` is the directory `checkpoints` of a run.
@@ -123,7 +124,7 @@ def verify(directory: Path, step: int) -> list[str]:
     try:
         meta = read_meta(directory, step)
     except CheckpointError as error:
-        # Nothing says how large the other files may be, so they are not read.
+        # Only meta.json says how large the other files may be, so they are not read without it.
         return manifest.verify(path, {META}) or [str(error)]
     size = tree_utils.required_bytes(tree_utils.abstract(meta["arrays"]))
     storage.of(path).fetch(path)
@@ -136,8 +137,8 @@ def verify(directory: Path, step: int) -> list[str]:
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """Returns the content of a checkpoint's meta.json, without verifying checksums.
 
-    The content is the metadata that the trainer saved, and the entries `step`, `format` and
-    `arrays` (the dtype and shape of each array), and `frozen` (names of frozen arrays, if any).
+    The content is the metadata that the trainer saved, with these entries added: `step`, `format`,
+    `arrays` (the dtype and shape of each array) and, if arrays are frozen, `frozen` (their names).
     """
     path = directory / str(step) / META
     try:
@@ -152,7 +153,7 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
 
 
 def check_json(content: Any, schema: Any, where: str) -> None:
-    """Raises CheckpointError if JSON of the file `where` has not the structure `schema`."""
+    """Raises CheckpointError if `content`, JSON of the file `where`, violates `schema`."""
     try:
         untrusted.check(content, schema)
     except ValueError as error:
@@ -160,7 +161,10 @@ def check_json(content: Any, schema: Any, where: str) -> None:
 
 
 def last_saved(directory: Path) -> int | None:
-    """Returns the step of the last save, even of a removed checkpoint; None if there was none."""
+    """Returns the step that was saved last, even if its checkpoint has been removed since.
+
+    The result is None if no step was saved.
+    """
     path = directory.parent / LAST
     try:
         text = untrusted.read_file(path, _LAST_BYTES).strip()
@@ -186,9 +190,9 @@ def find(
 ) -> VerifiedCheckpoint:
     """Verifies checksums, and returns the newest intact checkpoint, or the checkpoint of `step`.
 
-    `warn` is called with a sentence about every damaged checkpoint that is passed over, unless
-    `warned` (`problems` of an earlier result) has this sentence. CheckpointError is raised if there
-    is no such checkpoint, or if another version of brt wrote it.
+    `warn` is called with a sentence about every damaged checkpoint that is passed over, unless this
+    sentence is in `warned`, which are the `problems` of an earlier result. CheckpointError is
+    raised if there is no such checkpoint, or if it has the format of another version of brt.
     """
     problems: dict[int, str] = {}
     # Every round of the loop lists the directory again, because a trainer may be removing old
@@ -235,11 +239,12 @@ def restore(
 
     Args:
       target: pytree of `jax.ShapeDtypeStruct`, or of arrays, which has the structure of the result
-        and says the shape, dtype and sharding of each array (None: the default device). None
-        restores all arrays to the default device, as a dictionary from names to arrays.
+        and says the shape, dtype and sharding of each array. An array whose sharding is None is
+        restored to the default device. A `target` of None restores all arrays to the default
+        device, as a dictionary from names to arrays.
       checkpoint: the result of `find`, whose checksums are not verified again; None finds the
         checkpoint of `step`, or the newest intact one.
-      partial: True reads only the arrays that `target` names.
+      partial: True if the checkpoint may have arrays that `target` lacks; these are not read.
 
     Raises:
       CheckpointError: no checkpoint is intact, or its arrays do not match `target`.

@@ -1,7 +1,8 @@
 """The arrays of a run whose processes see no common directory: every process writes what it has.
 
-The format is that of Orbax, which writes it where all processes see one directory: a key-value
-store (OCDBT) in a directory of each process, and one above them that refers to their content.
+The format is the one that Orbax writes if all processes see one directory: each process has a
+key-value store (OCDBT) in a directory of its own, and a further store in the directory above them
+refers to the content of these stores.
 """
 
 import math
@@ -13,23 +14,23 @@ import jax
 import numpy as np
 import tensorstore
 
-# The files of a store have at most this size, because each is uploaded at once. A chunk of an array
-# is in one file, and is therefore not larger, either.
+# The files of a store have at most this size, because a file is uploaded as a whole. Each chunk of
+# an array is in a single file, so chunks must not be larger, either.
 FILE_BYTES = 64 << 20
 
 
 class Part(NamedTuple):
-    """What this process writes of an array."""
+    """The shards of one array that this process writes."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    chunk: tuple[int, ...]  # the shape of a shard, or of an equal part of it
-    shards: list[tuple[tuple[slice, ...], np.ndarray]]  # places in the array, and values
+    chunk: tuple[int, ...]  # the shape of the chunks of the array; see `chunk_shape`
+    shards: list[tuple[tuple[slice, ...], np.ndarray]]  # of each: place in the array, values
 
 
 def copied(arrays: Mapping[str, jax.Array]) -> list[Part]:
-    """Copies the shards of this process to the host, so that a step may reuse their memory."""
+    """Copies the shards of this process to the host; a step may then reuse the devices' memory."""
     for array in arrays.values():
         array.copy_to_host_async()
     return [
@@ -43,9 +44,10 @@ def copied(arrays: Mapping[str, jax.Array]) -> list[Part]:
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Returns the shape of the equal parts, of at most FILE_BYTES, that a shard is cut into.
+    """Returns the shape of the chunks (equal parts of at most FILE_BYTES) of a shard.
 
-    The longest axis is divided first, each time by its smallest factor.
+    `shape` is the shape of the shard. As long as a chunk is too large, its longest axis is divided
+    by the smallest factor of the axis's size.
     """
     chunk = list(shape)
     while math.prod(chunk) * itemsize > FILE_BYTES:
@@ -89,10 +91,11 @@ def write(directory: Path, parts: Sequence[Part]) -> None:
 
 
 def merge(base: Mapping[str, Any], parts: Sequence[str]) -> dict[str, bytes]:
-    """Merges the stores `parts` of all processes into one, which only refers to their content.
+    """Merges the stores of all processes into a new store, which only refers to their content.
 
-    `base` is TensorStore's spec of the directory in which the `parts` are, and to which the new
-    store is written. Returns the content of its files, by their names.
+    `parts` are the names of the directories of the stores. `base` is TensorStore's spec of the
+    directory that contains them, to which the new store is written, too. Returns the contents of
+    the new store's files, by the names of the files.
     """
 
     # Stores of one context can refer to each other's content.

@@ -45,8 +45,8 @@ from brt.distributed import processes
 from brt.errors import BrtError, CheckpointError, NonFiniteError
 from brt.formatting import size
 
-# Orbax reads metrics of TensorStore twice in each save, only to log them, and TensorStore 0.1.86
-# never frees the lists that it returns.
+# Orbax calls this function twice in each save, only to log metrics of TensorStore. The function is
+# replaced, because TensorStore 0.1.86 never frees the lists of metrics that it returns.
 tensorstore_utils.get_tensorstore_raw_bytes = lambda *_, **__: 0
 
 # A file system reports one of these errors if it has no hard links, if it cannot link the two
@@ -62,9 +62,10 @@ def link_frozen(
 ) -> dict[str, str] | None:
     """Links the files of the frozen arrays of the checkpoint `step` into a new checkpoint.
 
-    Returns the SHA-256 checksum of each linked file, by its path in the checkpoint; None if the
-    arrays have to be written, because the frozen arrays of the earlier checkpoint are not exactly
-    `names`, or because its files cannot be linked. OSError is raised if the disk is full or fails.
+    `target` is the directory of the new checkpoint. Returns the SHA-256 checksum of each linked
+    file, by the file's path in the checkpoint. Returns None if the arrays have to be written,
+    because the frozen arrays of the checkpoint `step` are not exactly `names`, or because its files
+    cannot be read or linked. OSError is raised if the disk is full or fails.
     """
     source = directory / str(step)
     try:
@@ -114,8 +115,8 @@ class CheckpointWriter:
 
     Args:
       directory: the `checkpoints` directory of a run, which is created if it does not exist.
-      keep: number of the newest checkpoints that are not removed.
-      keep_every: checkpoints at multiples of this number of steps are never removed, either; 0 for
+      keep: this number of newest checkpoints is kept, and older ones are removed.
+      keep_every: checkpoints at multiples of this number of steps are never removed; 0 if there are
         no such checkpoints.
       in_background: called with the name of a phase, "committing"; the background thread enters the
         returned context while it completes a checkpoint.
@@ -146,7 +147,8 @@ class CheckpointWriter:
             if processes.is_first():
                 _clean(directory)
                 newest = max(steps(directory), default=-1)
-                # A run may have ended after it saved a step and before it wrote the file LAST.
+                # A killed run may have saved a step without writing the file LAST, which is then
+                # written here.
                 if newest > (-1 if (last := last_saved(directory)) is None else last):
                     durable.write(directory.parent / LAST, f"{newest}\n".encode())
         except OSError as error:
@@ -157,7 +159,7 @@ class CheckpointWriter:
         processes.wait_for_all("clean checkpoints")
         self._failed = False
         # Orbax must not create directories in the background. If creating a directory failed,
-        # orbax's threads would wait for it and keep the process alive for minutes.
+        # orbax's threads would wait for the directory and keep the process alive for minutes.
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(),
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
@@ -183,9 +185,11 @@ class CheckpointWriter:
         """Declares arrays that no step changes, so that checkpoints share their files.
 
         `names` are paths in the pytrees that are passed to `save`, such as "params/embedding".
-        `step` is an existing checkpoint in whose files these arrays can be found, or None.
+        `step` is that of an existing checkpoint whose files contain these arrays; None if there is
+        no such checkpoint.
         """
-        # The files of other processes cannot be linked.
+        # If each process has its own directory, it cannot link the files of the others, so
+        # checkpoints share no files.
         self._frozen = frozenset() if self._apart else frozenset(names)
         self._frozen_step = step
 
@@ -197,8 +201,8 @@ class CheckpointWriter:
         the previous call, the method does nothing. It saves `meta`, and the entries that
         `reader.read_meta` lists, as meta.json.
 
-        If an array holds NaN or infinity, NonFiniteError is raised and nothing is saved;
-        CheckpointError if the save cannot start, or the previous save failed.
+        If an array holds NaN or infinity, NonFiniteError is raised and nothing is saved.
+        CheckpointError is raised if the save cannot start, or if the previous save failed.
         """
         self.wait()
         if step == self._last_step:
@@ -232,7 +236,7 @@ class CheckpointWriter:
         self._pending = self._thread.submit(self._finish, step, text, checksums, parts)
 
     def _arguments(self, arrays: Mapping[str, Any]) -> ocp.args.PyTreeSave:
-        """Returns orbax's arguments; for a bucket, they limit files to `shards.FILE_BYTES`."""
+        """Returns Orbax's arguments; files for a bucket have at most `shards.FILE_BYTES` bytes."""
         if not storage.of(self._directory).apart:
             return ocp.args.PyTreeSave(arrays)
         limited = ocp.SaveArgs(chunk_byte_size=shards.FILE_BYTES)
@@ -316,8 +320,9 @@ class CheckpointWriter:
     ) -> None:
         """Completes a save in the background thread, once orbax has written the arrays.
 
-        `meta` is the text of meta.json, `checksums` those of the linked files, and `parts` the
-        shards to write instead of orbax if processes have no common directory.
+        `meta` is the text of meta.json, and `checksums` has the checksums of linked files. If the
+        processes have no common directory, orbax has written nothing, and this method writes
+        `parts`, the shards of this process.
         """
         partial = self._directory / f"{step}.partial"
         try:
@@ -361,9 +366,9 @@ class CheckpointWriter:
         returns the checksums of the files of all processes. The other processes return {}.
         """
         partial, place = self._directory / f"{step}.partial", storage.of(self._directory)
-        if processes.is_first():  # An earlier checkpoint of the step does not count meanwhile.
+        if processes.is_first():  # An earlier checkpoint of this step is removed.
             place.removed(self._directory / str(step))
-        # The name is new, so that no other trainer writes to it.
+        # The name is random, so that no other trainer uses the same one.
         name = processes.from_first(secrets.token_hex(4), "checkpoint name")
         own = shards.directory_of(jax.process_index(), name)
         shards.write(partial / STATE / own, parts)
@@ -382,7 +387,7 @@ class CheckpointWriter:
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Removes the files of a failed save, and returns an error that says why it failed."""
         if moved := self._moved():
-            # The array store has perhaps created the directories again.
+            # The array store may have created the directories again, so they are removed.
             _discard(self._directory / f"{step}.partial")
             for place in (self._directory, self._directory.parent):
                 with contextlib.suppress(OSError):

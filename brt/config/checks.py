@@ -25,7 +25,7 @@ def suggestion(wrong: str, known: Iterable[str]) -> str:
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
     """Returns the known name most similar to `wrong`, ignoring case; None if none is similar.
 
-    Known names with which `wrong` ends, after an underscore, are preferred: "layers" for
+    If `wrong` ends with an underscore and a known name, this name is preferred: "layers" for
     "number_layers".
     """
     by_lower = {name.lower(): name for name in known}
@@ -37,8 +37,8 @@ def nearest(wrong: str, known: Iterable[str]) -> str | None:
 def converted(name: str, annotation: Any, value: Any) -> Any:
     """Returns a value converted to a type: bool, int, float, str, a Literal or a tuple of these.
 
-    An int becomes a float if the type is float, for example, and a list a tuple. Any other value is
-    refused; `name` is that of the setting.
+    For example, an int becomes a float if the type is float, and a list becomes a tuple if the type
+    is a tuple. Values that cannot be converted are refused. `name` is the name of the setting.
     """
     if typing.get_origin(annotation) is Literal:
         choices = typing.get_args(annotation)
@@ -201,7 +201,9 @@ def _check_number(section: object, name: str, holds: bool, demand: str) -> None:
 
 
 def check_shares(section: object, *names: str, like: str = "") -> None:
-    """Refuses fields that are not in [0, 1). If `like` names a setting, -1 stands for its value."""
+    """Refuses fields that are not in [0, 1). If `like` names a setting, -1 is also allowed, and
+    stands for the value of that setting.
+    """
     for name in names:
         value = getattr(section, name)
         check(

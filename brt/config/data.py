@@ -26,8 +26,8 @@ class Data:
     # The training documents are read from these sources.
     train: tuple[str, ...] = sources(("corpus:novels/train",))
     # The validation documents are read from these sources. () holds out a part of the training
-    # documents. The default is 'auto'. It stands for 'corpus:novels/validation', the argument of
-    # `held_out`, if `train` has its default, and otherwise for ().
+    # documents. The default is 'auto', which `held_out` sets. 'auto' stands for
+    # 'corpus:novels/validation' if `train` has its default, and otherwise for ().
     validation: tuple[str, ...] = held_out(("corpus:novels/validation",))
     # The test documents are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("corpus:novels/test",))
@@ -98,9 +98,10 @@ class Data:
         )
 
     def _memory_tasks(self, split: str) -> tuple[str, ...]:
-        """Returns sources of the held-out `split` for the memory tasks in `train`; () without any.
+        """Returns sources of the held-out `split`, one for each memory task in `train`.
 
-        The number of documents is that of `train` times the fraction of the split; () if it is 0.
+        The number of documents of a source is that of the task in `train`, multiplied by the
+        fraction of the split. The result is () if the fraction is 0 or `train` has no memory tasks.
         """
         share = getattr(self, f"{split}_fraction")
         tasks = [re.fullmatch(rf"({MEMORY}\w+)/train/(\d+)(.*)", name) for name in self.train]
@@ -123,9 +124,9 @@ class Pairs:
     # The training pairs are read from these sources.
     train: tuple[str, ...] = sources(("corpus:summaries/train",))
     # The validation pairs are read from these sources. 'part:SHARE' holds out this share of the
-    # training rows, and () means no validation. The default is 'auto'. It stands for
-    # 'corpus:summaries/validation', the argument of `held_out`, if `train` has its default, and
-    # otherwise for 'part:0.05'.
+    # training rows, and () means no validation. The default is 'auto', which `held_out` sets.
+    # 'auto' stands for 'corpus:summaries/validation' if `train` has its default, and otherwise for
+    # 'part:0.05'.
     validation: tuple[str, ...] = held_out(("corpus:summaries/validation",))
     # The test pairs are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("corpus:summaries/test",))
@@ -174,9 +175,9 @@ class Sentences:
     # The training rows are read from these sources.
     train: tuple[str, ...] = sources(("generated:train/2000",))
     # The validation rows are read from these sources. 'part:SHARE' holds out this share of the
-    # training rows, and () means no validation. The default is 'auto'. It stands for
-    # 'generated:validation/200', the argument of `held_out`, if `train` has its default or names
-    # only sources 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
+    # training rows, and () means no validation. The default is 'auto', which `held_out` sets.
+    # 'auto' stands for 'generated:validation/200' if `train` has its default or names only sources
+    # 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
     validation: tuple[str, ...] = held_out(("generated:validation/200",))
     # The test rows are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("generated:test/200",))
@@ -240,9 +241,9 @@ class Questions:
     # The training questions are read from these sources.
     train: tuple[str, ...] = sources(("generated:train/2000",))
     # The validation questions are read from these sources. 'part:SHARE' holds out this share of the
-    # training rows, and () means no validation. The default is 'auto'. It stands for
-    # 'generated:validation/200', the argument of `held_out`, if `train` has its default or names
-    # only sources 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
+    # training rows, and () means no validation. The default is 'auto', which `held_out` sets.
+    # 'auto' stands for 'generated:validation/200' if `train` has its default or names only sources
+    # 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
     validation: tuple[str, ...] = held_out(("generated:validation/200",))
     # The test questions are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("generated:test/200",))
@@ -298,9 +299,9 @@ class Speech:
     # The training utterances are read from these sources.
     train: tuple[str, ...] = sources(("generated:train/1000",))
     # The validation utterances are read from these sources. 'part:SHARE' holds out this share of
-    # the training rows, and () means no validation. The default is 'auto'. It stands for
-    # 'generated:validation/100', the argument of `held_out`, if `train` has its default or names
-    # only sources 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
+    # the training rows, and () means no validation. The default is 'auto', which `held_out` sets.
+    # 'auto' stands for 'generated:validation/100' if `train` has its default or names only sources
+    # 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
     validation: tuple[str, ...] = held_out(("generated:validation/100",))
     # The test utterances are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("generated:test/100",))

@@ -15,12 +15,13 @@ A `derived` field is no setting: the data or converted weights determine its val
 contain derived fields, and .gin files cannot bind them.
 
 The argument `cached` marks settings that determine prepared data (tokens and features), which are
-cached under a hash of these settings. True hashes the value of the field itself. The name of a
-property of the section hashes the value of this property instead.
+cached under a hash of these settings. If `cached` is True, the value of the field itself is hashed.
+If `cached` is the name of a property of the section, the value of this property is hashed instead.
 
-The argument `path` marks settings that name files or directories, because the config of a
-stranger's run may name any path. The argument is "read" if brt reads the files, "data" if they
-are sources of data, and "written" if brt writes them, which only commands that train or prepare do.
+The argument `path` marks settings that name files or directories. They must be known, because the
+config of a stranger's run may name any path. The argument is "read" if brt reads the files, "data"
+if they are sources of data, and "written" if brt writes them. Only commands that train or prepare
+write files.
 """
 
 import dataclasses
@@ -45,7 +46,8 @@ class Setting(NamedTuple):
     # Where a run that starts from weights takes the value from: its config ("own"), the weights
     # ("inherited"), or the weights unless the config sets another value ("adaptable").
     warm_start: Literal["own", "inherited", "adaptable"]
-    # True if the value determines prepared data; or the name of a property that does so instead.
+    # True if the value determines prepared data, or the name of a property of the section if the
+    # value of that property determines them.
     cached: bool | str
     path: Path = ""  # how brt uses the files that the value names; "" if it names none
     derived: bool = False  # True if the data or converted weights determine the value
@@ -64,8 +66,9 @@ def sources(default: T) -> T:
 def held_out(usual: T) -> T:
     """Declares a field that names the sources of a held-out split (validation or test).
 
-    The default of the field is ("auto",), which `fill_held_out` replaces when the section is made:
-    by `usual` if the section's field `train` has its default or names only generated data.
+    The default of the field is ("auto",). When the section is made, `fill_held_out` replaces this
+    default: by `usual` if the section's field `train` has its default or names only generated data,
+    and otherwise by other sources.
     """
     setting = {_DECLARED: Setting(True, "own", _SOURCES, "data"), _USUAL: usual}
     return dataclasses.field(default=_AUTO, metadata=setting)
@@ -74,7 +77,8 @@ def held_out(usual: T) -> T:
 def fill_held_out(section: Any, otherwise: tuple[str, ...]) -> None:
     """Sets the fields declared by `held_out` that the user did not set; called by `__post_init__`.
 
-    They get `otherwise` if `train` names data of the user, who wants to evaluate on such data.
+    If `train` names data of the user, the fields get `otherwise`, because the user wants to
+    evaluate on such data.
     """
     made_up = all(name.startswith(GENERATED) for name in section.train)
     usual = section.train == type(section).train or made_up
@@ -126,8 +130,9 @@ def settings(section: type) -> dict[str, Setting]:
 def cached_settings(section: Any) -> dict[str, Any]:
     """Returns the values of a section that determine prepared data, by name of field or property.
 
-    The fields that name sources are left out, because hashes of the files represent them. Of the
-    name of another file, only the suffix is returned (if it has one), because files may be moved.
+    The fields that name sources are left out, because hashes of the files represent them. If a
+    field names another file, only the suffix of this name is returned (if it has one), because
+    files may be moved.
     """
     names: set[str] = set()
     for name, setting in settings(type(section)).items():

@@ -29,8 +29,8 @@ class KindSection:
     kind: ClassVar[str]  # The name of the kind is part of the names of the layers' parameters.
     # True if a layer of this kind may see more or fewer tokens than a block has, or has no window.
     any_window: ClassVar[bool] = False
-    # True if a layer of this kind supports fewer heads of keys than of queries
-    # (`SelfAttention.kv_heads`) and sinks (`Window.sinks`).
+    # True if a layer of this kind supports sinks (`Window.sinks`), and also supports fewer heads of
+    # keys than heads of queries (`SelfAttention.kv_heads`).
     grouped_keys: ClassVar[bool] = False
     positive: ClassVar[tuple[str, ...]] = ()  # Fields whose values must be above 0.
     not_negative: ClassVar[tuple[str, ...]] = ()  # Fields whose values must be at least 0.
@@ -41,7 +41,7 @@ class KindSection:
         check_not_negative(self, *self.not_negative)
 
     def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
-        """Returns the indices of the section's layers by kind, {"recurrent": (-3,)}."""
+        """Returns the indices of the section's layers by kind, such as {"recurrent": (-3,)}."""
         layers: tuple[int, ...] = getattr(self, "layers", ())
         return {self.kind: layers}
 
@@ -53,7 +53,9 @@ class KindSection:
         """Raises ConfigError if settings of this section contradict settings of the model."""
 
     def check_segment(self, name: str, length: int) -> None:
-        """Raises ConfigError if layers cannot read segments of `length` tokens (setting `name`)."""
+        """Raises ConfigError if layers cannot read segments of `length` tokens. `name` is the name
+        of the setting with this length, for the message.
+        """
 
 
 _SECTIONS: dict[str, type[KindSection]] = {}

@@ -28,7 +28,7 @@ class Embedding:
         check_section(self, positive=["factor", "logit_divisor"])
 
 
-_MOST_EXPERTS = 4096  # Converted models name arrays of every expert.
+_MOST_EXPERTS = 4096  # This number is limited, because conversions name arrays of every expert.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class MLP:
     experts_per_token: int = derived(1)  # Number of experts of a token.
     # True divides the probabilities of the experts of a token by their sum.
     normalize_router: bool = derived(True)
-    # A positive number c selects gpt-oss's hidden units: gate * sigmoid(1.702 gate), for a gate of
-    # at most c, times 1 plus the other projection within -c and c.
+    # A positive number c selects the hidden units of gpt-oss, g * sigmoid(1.702 g) * (1 + h). Here
+    # g is the gate, clipped to at most c, and h is the other projection, clipped to [-c, c].
     clamp: float = derived(0.0)
 
     def __post_init__(self) -> None:
@@ -98,10 +98,10 @@ class Rotary:
     # Base of the angles in layers that have a window of their own in Window.by_layer. These
     # layers then use no scaling. 0 gives all layers the same angles.
     local_base: float = derived(0.0)
-    # This number of first channels of each head, 2 P, is rotated; 0 rotates all (P = head_dim / 2).
+    # The first 2 P channels of each head are rotated. This is the number 2 P; 0 rotates all.
     channels: int = derived(0)
     # The angle of pair i is divided by divisors[i], for contexts longer than those of the
-    # pretraining. One number stands for all pairs, and an empty tuple for 1.
+    # pretraining. A single number divides the angles of all pairs. An empty tuple divides none.
     divisors: tuple[float, ...] = derived(())
     # Rotated channels of queries and keys are multiplied by this number, as in YaRN.
     attention_factor: float = derived(1.0)
@@ -212,7 +212,8 @@ class Model:
 
     Attributes:
       embedding, attention, sliding, mlp, rotary, norm: further sections, which .gin files call
-        `Embedding`, `SelfAttention`, `Window`, `MLP`, `Rotary` and `Norm`: `Window.cache = False`.
+        `Embedding`, `SelfAttention`, `Window`, `MLP`, `Rotary` and `Norm`. For example, a .gin file
+        sets `Window.cache = False`.
       kinds: a section for each kind of layers that the model has besides sliding windows, such as
         `Recurrence`. A .gin file binds the fields of these sections: `Recurrence.layers = (-3,)`.
     """
@@ -460,7 +461,9 @@ class Model:
         return layer_kinds(self.kinds, self.layers)
 
     def of(self, section: type[T]) -> T:
-        """Returns the model's section of this class in `kinds`, or one with all defaults."""
+        """Returns the section of this class in `kinds`; a section with all defaults if the model
+        has none.
+        """
         return next((own for own in self.kinds if type(own) is section), section())
 
     def without(self, *sections: type[KindSection]) -> "Model":

@@ -23,12 +23,13 @@ _CORE = {section: typing.get_type_hints(Config)[name] for section, name in SECTI
 
 class _Names(NamedTuple):
     sections: Mapping[str, type]
-    fields: dict[str, Any]  # `class_field_types`
-    settings: dict[str, Any]  # `field_types`
+    fields: dict[str, Any]  # types of fields by the names of their classes (`class_field_types`)
+    settings: dict[str, Any]  # types of settings by their names in .gin files (`field_types`)
 
 
 def _names() -> _Names:
-    # Kinds may be registered after the first call, so the sections of all kinds are the key.
+    # Kinds may be registered after the first call, so the cached result depends on the sections of
+    # all kinds.
     return _names_with(tuple(kind_sections().items()))
 
 
@@ -55,7 +56,9 @@ def section_types() -> Mapping[str, type]:
 
 
 def section_of(config: Config, name: str) -> Any:
-    """Returns a section by its name, such as "Recurrence"; defaults if the model lacks it."""
+    """Returns the section with a name such as "Recurrence"; one with all defaults if the model
+    lacks the section.
+    """
     if name in SECTIONS:
         return getattr(config, SECTIONS[name])
     if name in PARTS:
@@ -66,8 +69,8 @@ def section_of(config: Config, name: str) -> Any:
 def has_section(config: Config, name: str) -> bool:
     """Returns True if the model of a config uses the section `name`.
 
-    Sections of kinds of layers that the model lacks are not used, nor is `Rotary` without rotary or
-    learned positions.
+    A model does not use the sections of kinds of layers that it lacks. It uses the section `Rotary`
+    only if it has rotary or learned positions.
     """
     if name in SECTIONS or name in PARTS:
         return name != "Rotary" or config.model.positions in ("rotary", "learned")
@@ -77,7 +80,8 @@ def has_section(config: Config, name: str) -> bool:
 def field_types() -> dict[str, Any]:
     """Returns the type of every setting by its name in .gin files: {"Model.layers": int, ...}.
 
-    The type of a setting of several sections allows the values that any of them allows.
+    If several sections have a setting, its type allows all values that any of these sections
+    allows.
     """
     return _names().settings
 
@@ -115,7 +119,7 @@ def _union(kinds: list[Any]) -> Any:
 
 
 def fields_of(name: str) -> list[str]:
-    """Returns the fields that a setting may stand for: "Pairs.buckets" for "Data.buckets"."""
+    """Returns the fields that a setting may stand for: "Pairs.buckets", ... for "Data.buckets"."""
     return [own for own in field_names(name) if own in class_field_types()]
 
 
@@ -132,7 +136,9 @@ def declaration(name: str) -> Setting:
 
 
 def default_of(name: str) -> Any:
-    """Returns the default of a field or setting; that of the first section if several have it."""
+    """Returns the default of a field or setting. If several sections have the setting, this is the
+    default in the first of these sections.
+    """
     section, _, field = fields_of(name)[0].partition(".")
     return getattr(_defaults(section_types()[section]), field)
 

@@ -102,10 +102,10 @@ class CrossAttention:
     segment_size: int = fixed(64)
     # The segments of a source are distributed over this number of target tokens.
     q_ref: int = fixed(128)
-    # True computes as the authors' code: padding is divided into segments and summed by the
-    # recurrence like tokens, the segments are distributed over the padded target length of the
-    # batch in training, and for BART the recurrence's sums over the tokens of a segment and over
-    # all segments are clipped to [-2, 2].
+    # True computes as the authors' code does. Padding is then divided into segments, and the
+    # recurrence sums it like tokens. In training, the segments are distributed over the padded
+    # target length of the batch. For BART, the sums of the recurrence, both over the tokens of a
+    # segment and over all segments, are clipped to [-2, 2].
     as_authors: bool = fixed(False)
     # These parts of srformer are left out (ablations I to IV of the paper): attention to the
     # segment ('segment'), the division by the norm of each key feature ('norm'), the recurrent

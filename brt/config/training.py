@@ -45,8 +45,9 @@ class Training:
     # Training starts from the weights in this directory, which brt.convert wrote or which is a run,
     # or of this model of the Hugging Face Hub (OWNER/NAME). '' starts from random weights.
     init_from: str = free("", path="read")
-    # These settings of the model count although they have their defaults, which the weights would
-    # replace. If this is not bound, they are those that files and flags bind.
+    # The weights replace the settings of the model that have their defaults, except the settings
+    # that are named here. If this is not bound, it names the settings that files and flags bind to
+    # their defaults.
     init_keep: tuple[str, ...] = fixed(())
     # Patterns of the paths of parameters that training changes, such as ('*/cell/*', '*norm*'). All
     # other parameters are frozen: they have no gradients and no optimizer state. An empty tuple
@@ -251,9 +252,10 @@ class Mesh:
     fsdp: int = free(1)
     tensor: int = free(1)  # The devices along this axis shard heads, MLPs and the vocabulary.
     sequence: int = free(1)  # The devices along this axis shard the tokens of a segment.
-    # The mesh has this number of slices: groups of devices with fast links, between which there is
-    # only the network of the data centre. `data` is a multiple of it, so that nothing but the sum
-    # of the gradients crosses slices. 0 takes the slices that the devices belong to.
+    # The mesh has this number of slices. A slice is a group of devices with fast links; only the
+    # network of the data centre connects slices. `data` is a multiple of the number of slices, so
+    # that nothing but the sum of the gradients crosses slices. 0 takes the slices that the devices
+    # belong to.
     slices: int = free(0)
     # The dtype in which replicas (`data` alone) add up gradients; 'bfloat16' sends half the bytes.
     gradient_dtype: Literal["float32", "bfloat16"] = free("float32")

@@ -1,9 +1,9 @@
 """Renders conversations with the chat template of a tokenizer, and encodes them.
 
 A template is a program in the language Jinja, which anybody may have written. It runs in Jinja's
-sandbox and in a child process, with limited memory and time. It has the variables and filters of
-`apply_chat_template` of transformers 5, and gives the same texts and ids as this function with
-`sanitize_control_tokens`: names of special tokens inside of messages are text.
+sandbox and in a child process, with limited memory and time. It has the variables and filters that
+`apply_chat_template` of transformers 5 gives to a template. The texts and ids are those that this
+function returns with `sanitize_control_tokens`: names of special tokens in messages are text.
 """
 
 import datetime
@@ -29,7 +29,8 @@ ASSISTANT = "assistant"  # The role whose messages are answers.
 _SECONDS = 10
 # A rendered conversation has at most this many times the characters of its messages and template.
 _GROWTH = 64
-# Two characters of this range, which Unicode assigns to no text, mark names of special tokens.
+# Two characters of this range mark names of special tokens. Unicode has no characters for texts in
+# this range.
 _MARKS = range(0xFDD0, 0xFDF0)
 _FILE, _CONFIG, _OLD_FILE = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
 _VARIABLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -39,7 +40,7 @@ _REMEDY = "use a model for chats, or give the whole text as a prompt"
 def render(tokenizer: "Tokenizer", messages: Any, *, add_generation_prompt: bool = True) -> str:
     """Returns the text of a conversation, a list of {"role": ..., "content": ...}.
 
-    `add_generation_prompt` also writes the beginning of the next turn of the assistant. Raises
+    With `add_generation_prompt`, the text ends with the beginning of the assistant's turn. Raises
     DataError if there is no template, if the messages are not valid, or if the template refuses
     them or takes too much time or memory.
     """
@@ -61,11 +62,12 @@ def encode(
 
 
 def answers(tokenizer: "Tokenizer", messages: Any) -> list[tuple[str | int, bool]]:
-    """Returns a conversation up to its last answer: texts and ids of special tokens, each with True
-    if the assistant says it.
+    """Returns the parts of a conversation up to its last answer.
 
-    An answer includes the special token that ends it, but no white space after the token. Raises
-    DataError as `render` does, and if the template changes an answer when further messages follow.
+    A part is a text or the id of a special token. Each part comes with True if the assistant says
+    it, and with False otherwise. An answer includes the special token that ends the answer, but no
+    white space after this token. Raises DataError as `render` does, and also if the template writes
+    an answer in another way when further messages follow.
     """
     messages = checked(messages)
     marked, marks = _marked(tokenizer, messages)
@@ -92,12 +94,15 @@ def answers(tokenizer: "Tokenizer", messages: Any) -> list[tuple[str | int, bool
 
 
 def fingerprint(tokenizer: "Tokenizer") -> str:
-    """Returns the SHA-256 of the chat template of a tokenizer and of its variables."""
+    """Returns the SHA-256 of a tokenizer's chat template and of the template's variables."""
     return hashlib.sha256(json.dumps(_template(tokenizer)).encode()).hexdigest()
 
 
 def checked(messages: Any) -> list[dict[str, str]]:
-    """Returns messages with only the texts "role" and "content"; raises DataError for others."""
+    """Returns messages with nothing but the texts "role" and "content".
+
+    Raises DataError if a message lacks one of the two, or has another entry that is not None.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise DataError(
             "a conversation must be a list of {'role': 'user', 'content': 'TEXT'}, and not "
@@ -127,8 +132,10 @@ def _names(tokenizer: "Tokenizer") -> re.Pattern[str]:
 def _marked(
     tokenizer: "Tokenizer", messages: list[dict[str, str]]
 ) -> tuple[list[dict[str, str]], tuple[str, str]]:
-    """Returns messages with a character before and after each name of a special token, and these
-    two characters, which no message has.
+    """Marks the names of special tokens in messages.
+
+    Returns the messages with one character before each name and another one after it, and these two
+    characters, which do not occur in the original messages.
     """
     text = json.dumps(messages, ensure_ascii=False)
     free = [chr(code) for code in _MARKS if chr(code) not in text]
@@ -179,7 +186,7 @@ def _worker() -> bounded.Worker:
 
 
 def _template(tokenizer: "Tokenizer") -> tuple[str, dict[str, Any]]:
-    """Returns the chat template of a tokenizer, and the variables that all messages share."""
+    """Returns a tokenizer's chat template, and the variables that are the same for all messages."""
     files = tokenizer.beside
     try:
         config = untrusted.checked_json(files.get(_CONFIG, b"{}"), {})
@@ -188,7 +195,7 @@ def _template(tokenizer: "Tokenizer") -> tuple[str, dict[str, Any]]:
             found = files[_FILE].decode("utf-8")
         else:
             found = config.get("chat_template") or old.get("chat_template")
-        if isinstance(found, list):  # Each of several templates has a name.
+        if isinstance(found, list):  # The file may have several templates with names.
             untrusted.check(found, [{"name": str, "template": str}], "chat_template")
             found = {each["name"]: each["template"] for each in found}.get("default")
         untrusted.check(found, str | None, "chat_template")
@@ -211,7 +218,7 @@ def _answer(request: bytes) -> bytes:
         answer = {"text": "".join(parts)}
     except MemoryError:
         raise
-    except Exception as error:  # A template can raise every error of an expression.
+    except Exception as error:  # Expressions in a template can raise any error.
         answer = {"problem": f"{error}"[:300] or type(error).__name__}
     return json.dumps(answer).encode()
 
@@ -225,7 +232,7 @@ def _compiled(template: str) -> "jinja2.Template":
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """Reads {% generation %}, which marks what the assistant says, and changes nothing."""
+        """Accepts {% generation %}, which marks what the assistant says, without any effect."""
 
         tags = {"generation"}
 

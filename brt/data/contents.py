@@ -95,7 +95,7 @@ def no_more_than(max_bytes: int, name: str, data: Iterable[bytes]) -> Iterator[b
 
 
 def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) -> Iterator[bytes]:
-    """Yields the lines of data without newlines; after a final newline, an empty line is last."""
+    """Yields lines without newlines; if the data end with a newline, the last line is empty."""
     parts: list[bytes] = []  # The list has the parts of the present line that were read so far.
     size = number = 0
     for chunk in data:
@@ -171,8 +171,8 @@ def read_json(
     With `errors` = "replace", bytes that are not UTF-8, and surrogates without a partner, are read
     as U+FFFD. With "strict", bytes that are not UTF-8 are a problem of the record, but surrogates
     stay in the value; `plain_text.problem` detects them. A .json file without JSON lines is parsed
-    as a whole, and raises BadRecord if it is not JSON. DataError is raised if a line, or such a
-    file, has more than `max_bytes`.
+    as a whole, and raises BadRecord if it is not JSON. DataError is raised if a line, or a file
+    that is parsed as a whole, has more than `max_bytes`.
     """
     numbered = _numbered(file, max_bytes)
     if formats.kind(file.path.name) == "json" and (first := next(numbered, None)):
@@ -191,7 +191,7 @@ def _numbered(file: File, max_bytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_json(name: str, number: int, data: bytes, errors: str = "strict") -> Record:
-    """Returns a record with the JSON in `data` or a `problem`; `errors` is as in `read_json`."""
+    """Returns a record with the JSON value, or with a `problem`; `errors` is as in `read_json`."""
     halves = "replace" if errors == "replace" else "keep"
     try:
         text = data.decode("utf-8", errors).removeprefix(plain_text.MARK)

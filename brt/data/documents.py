@@ -1,8 +1,8 @@
 """Reads documents from sources as streams, so that a document may be larger than the memory.
 
-Some files have many documents, which are records: of JSON files, ArrayRecord files, TensorFlow
-datasets or tables. A record is held in memory, where it takes up to four times its size. Its text
-is in one of its fields (or columns); the record may also be a pair of texts, or a conversation.
+In JSON files, ArrayRecord files, TensorFlow datasets and tables, each record is a document. Records
+are held in memory, where they take up to four times their size. One field (or column) of a record
+has the text; the record may also be a pair of texts, or a conversation.
 """
 
 import json
@@ -46,14 +46,15 @@ class Document(NamedTuple):
 
     name: str
     chunks: Iterator[str]
-    # If only a part of the text is to be learned: the text as a pair, or as messages, whose JSON is
-    # in `chunks`.
+    # The pair or the messages of which only a part is learned; None if the whole text is learned.
+    # `chunks` has the same content: the concatenated pair, or the messages as JSON.
     parts: Pair | Messages | None = None
 
 
 class Fields(NamedTuple):
-    """The names of the fields of a record. If there is a prompt, records are pairs; if there are
-    messages, conversations.
+    """The names of the fields of a record; "" stands for no field.
+
+    Records are pairs if `prompt` is given, conversations if `messages` is given, otherwise texts.
     """
 
     text: str = "text"
@@ -85,13 +86,13 @@ def read(
     document; a file of another kind is a single document.
 
     Args:
-      fields: the fields of a JSON record or TFDS example, or the columns of a table, that contain
-        the text; for pairs and conversations, all sources must have such records.
+      fields: the names of the fields (of JSON records and TFDS examples) or columns (of tables)
+        that contain the text. If they name pairs or conversations, all sources must have these.
       errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; with "strict", a document
         that contains them counts as damaged.
       max_bytes: the largest size of a record, and of the text of a compressed file.
       bad: collects damaged documents; None raises an error for the first one. If the limit of `bad`
-        is above zero, text files are read twice, first to find out whether they are damaged.
+        is above zero, text files are read twice, the first time only to find damage.
 
     Raises:
       DataError: a file is damaged or cannot be read. The error may also occur while the chunks of a
@@ -236,7 +237,7 @@ def _document(record: Record, fields: Fields, errors: str) -> Document:
         )
         pair = Pair(prompt + fields.separator, completion)
         return Document(name, _pieces("".join(pair)), pair)
-    if not isinstance(value, str | bytes):  # The members of a JSON array may be texts.
+    if not isinstance(value, str | bytes):  # A member of an array may itself be a text.
         value = _field(name, value, fields.text)
     return Document(name, _pieces(_joined(name, value, errors)))
 
@@ -249,7 +250,7 @@ def _messages(name: str, value: Any, field: str, errors: str) -> Messages:
             f"{name} has no field '{field}'; name the field of conversations with "
             f"{_REMEDY['messages']}, or leave it out"
         )
-    if isinstance(found, list):  # The texts of tables are bytes.
+    if isinstance(found, list):  # In tables, texts are bytes, which are decoded here.
         found = [
             {key: _part(name, v, errors) if isinstance(v, bytes) else v for key, v in each.items()}
             if isinstance(each, Mapping) else each

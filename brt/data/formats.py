@@ -48,7 +48,7 @@ def without_compression(name: str) -> str:
 
 
 def kind(name: str) -> str:
-    """Returns the format that the name of a file indicates: a key of `KINDS`, or "text" for others.
+    """Returns the format that the name of a file indicates: a key of `KINDS`, or "text".
 
     Shards of a dataset have a number after the suffix: `a.array_record-00000-of-00002`.
     """
@@ -60,7 +60,7 @@ def kind(name: str) -> str:
 
 
 HEAD = 1024  # This number of bytes at the start of a file is inspected.
-BEGIN = 64  # Binary files have several control characters in this number of first bytes.
+BEGIN = 64  # This number of bytes at the start of a file is searched for control characters.
 
 
 class FileSignature(NamedTuple):
@@ -168,7 +168,10 @@ def _known_signature(head: bytes) -> tuple[str, str] | None:
 
 
 def _wide(head: bytes) -> tuple[str, str] | None:
-    """Returns a phrase and a remedy if a file is UTF-16, or UTF-32 with a mark; otherwise None."""
+    """Returns a phrase and a remedy if a file is UTF-16, or UTF-32 with a byte order mark.
+
+    Returns None for other files.
+    """
     code = next((code for mark, code in _WIDE if head.startswith(mark)), "")
     half = len(head) // 2
     even, odd = head[: 2 * half : 2].count(0), head[1 : 2 * half : 2].count(0)

@@ -34,9 +34,10 @@ def parse(source: str) -> Name:
 def digest(source: str, kind: str) -> str:
     """Returns a hash that identifies the content of a source, in place of a file's hash.
 
-    `kind` names the kind of data with its version. Each item depends only on the kind, the name of
-    its source and its index. A longer source therefore begins with the items of a shorter one, and
-    both have the same hash. The number of items is recorded as a part of the source's name.
+    `kind` names the kind of data and the version of this kind. Each item depends only on the kind,
+    the name of its source and its index. A longer source therefore begins with the items of a
+    shorter one, and both have the same hash. The number of items is recorded as a part of the
+    source's name.
     """
     return hashlib.sha256(f"{kind} {parse(source).name}".encode()).hexdigest()
 
@@ -46,7 +47,10 @@ def read(
     generate: Callable[[str], Iterable[Any]],
     files: Callable[[list[str]], Iterable[Any]],
 ) -> Iterator[Any]:
-    """Yields the items of sources in order, by `generate` if generated, otherwise by `files`."""
+    """Yields the items of sources in order.
+
+    `generate` returns the items of a generated source; `files` those of a list of other sources.
+    """
     for is_generated, names in itertools.groupby(sources, lambda name: name.startswith(PREFIX)):
         if is_generated:
             yield from itertools.chain.from_iterable(map(generate, names))

@@ -1,13 +1,14 @@
 """Builds batches of documents in lanes: rows of the batch that continue from step to step.
 
-A document of n tokens takes ceil(n / window) blocks; the rest of the last block is padding. Each
-epoch shuffles the documents, concatenates their blocks, and cuts this sequence into equal parts,
-one for each lane. A lane may therefore begin inside of a document. The model reads the first block
-of such a lane without the state and cache of the preceding tokens, but the first input is the
+A block consists of `window` consecutive tokens of a document, which a model reads at once. A
+document of n tokens takes ceil(n / window) blocks; the rest of the last block is padding.
+
+Each epoch shuffles the documents, concatenates their blocks, and cuts this sequence into equal
+parts, one for each lane. A lane may therefore begin inside of a document. The model reads the first
+block of such a lane without the state and cache of the preceding tokens, but the first input is the
 preceding token. `gather` says what inputs and targets are.
 
-A block consists of `window` consecutive tokens of a document, which a model reads at once. With a
-curriculum, training begins with easy documents, and harder documents are added later.
+With a curriculum, training begins with easy documents, and harder documents are added later.
 """
 
 import dataclasses
@@ -70,7 +71,8 @@ def gather(
     column = np.arange(-1, window)
     # `stored` is like `remaining`, but without the end token and without the limit of `lengths`.
     stored = (store.offsets[document + 1] - store.offsets[document] - past)[..., None]
-    # Only tokens of the document itself are read, because others may be far away in a bucket.
+    # Positions outside of a document are replaced by positions in it, because tokens of other
+    # documents may be far away in the file, and slow to read from a bucket.
     inside = np.maximum(past[..., None] + np.minimum(column, stored - 1), np.minimum(stored, 1) - 1)
     index = store.offsets[document][..., None] + inside
     tokens = store.tokens[np.where(remaining > 0, np.maximum(index, 0), 0)].astype(np.int32)
@@ -109,11 +111,11 @@ class LaneReader(Reader):
     def _blocks(
         self, step: int, lanes: Sequence[int] | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the blocks that a step reads in some lanes; None stands for all lanes.
+        """Returns the N blocks that a step reads in each of B lanes; None stands for all lanes.
 
-        These are int [B, N], the index of each block's document, -1 for padding; int [B, N], the
-        index of each block in its document; and bool [N], True for a block at which all lanes
-        begin.
+        The blocks are described by three arrays: int [B, N], the index of each block's document, or
+        -1 for padding; int [B, N], the index of each block in its document; and bool [N], True for
+        the first block of the lanes in the epoch.
         """
         epoch, segment = divmod(step, self.steps_per_epoch)
         order, begins = self._layout(epoch)
@@ -164,25 +166,26 @@ class LaneReader(Reader):
     def identity(self) -> dict[str, Any]:
         # Checkpoints have the length of a block under the name "window".
         sizes = {"segment_length": self.segment_length, "window": self.block_length}
-        # A resumed run must keep the end token, although Data.score_ends is declared as `free`.
+        # Data.score_ends is declared as `free`, so that a resumed run may change this setting, but
+        # the run must keep the end token.
         ends = None if self.store.end_id < 0 else self.store.end_id
         return {**super().identity, **sizes, "score_ends": ends}
 
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `order`, and the block at which each document begins, int [documents + 1]."""
+        """Returns `order`, and the first block of each document in it, int [documents + 1]."""
         counts = block_counts(self.store.lengths, self.block_length)
         return order, np.r_[0, np.cumsum(counts[order])]
 
 
 class BatchIterator(Iterator[Any]):
-    """Iterator over the batches of a reader, of which a thread builds two in advance.
+    """Iterator over the batches of a reader. A thread builds two batches in advance.
 
     Its state, which checkpoints contain, is a small JSON object: the next step and
     `Reader.identity`.
     """
 
     def __init__(self, reader: Reader, start_step: int = 0):
-        # Importing grain takes 1.5 seconds, which commands without training need not wait for.
+        # This import takes 1.5 seconds, so commands that do not train leave it out.
         import grain
 
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
@@ -224,9 +227,9 @@ def evaluation_batches(
 ) -> Iterator[tuple[Batch, np.ndarray]]:
     """Yields batches that read every document once from its start to its end, in parallel lanes.
 
-    Each batch comes with int32 [B, N], the index of the document of each of the N blocks that the B
-    lanes read; -1 is padding. If `tokens_per_document` is not 0, only this number of tokens at the
-    beginning of each document is read.
+    Each batch comes with an array int32 [B, N] for B lanes, each of which reads N blocks: the index
+    of each block's document, or -1 for padding. If `tokens_per_document` is not 0, only this number
+    of tokens at the beginning of each document is read.
     """
     count = blocks_per_segment(segment_length, window)
     lengths = _limited(store, tokens_per_document)
@@ -251,8 +254,9 @@ def evaluation_lanes(
     window: int,
     tokens_per_document: int = 0,
 ) -> int:
-    """Returns the smallest number of lanes that read a split in as few steps as `most` lanes. Few
-    lanes suffice where one long document determines the number of steps.
+    """Returns the smallest number of lanes that read a split in as few steps as `most` lanes.
+
+    Few lanes suffice if one long document determines the number of steps.
     """
     count = blocks_per_segment(segment_length, window)
     counts = block_counts(_limited(store, tokens_per_document), window)
@@ -273,7 +277,7 @@ def _limited(store: TokenStore, tokens_per_document: int) -> np.ndarray:
 
 def _assign(counts: np.ndarray, batch_size: int) -> list[list[int]]:
     """Assigns documents to lanes, so that lanes are about equally long."""
-    # The longest document comes first, and each goes to the lane that has the fewest blocks so far.
+    # The longest documents come first. Each goes to the lane that has the fewest blocks so far.
     lanes: list[list[int]] = [[] for _ in range(batch_size)]
     loads = [(0, lane) for lane in range(batch_size)]
     for document in np.argsort(-counts, kind="stable").tolist():
@@ -299,7 +303,7 @@ class StagedReader(LaneReader):
     without state, as at the beginning of a run.
     """
 
-    # The first step of each stage (ascending from 0), and the number of documents that it reads.
+    # The first step of each stage (ascending from 0), and the number of documents of the stage.
     stages: tuple[tuple[int, int], ...]
 
     def __getitem__(self, step: int) -> Batch:

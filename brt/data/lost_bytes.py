@@ -1,8 +1,8 @@
 """Counts the bytes of a text that are lost when the text is tokenized.
 
 A tokenizer may drop or normalise characters. To detect this, the bytes to which the tokens decode
-are compared with the bytes of the text. If they differ, bits per byte would be wrong, and brt does
-not report bits per byte.
+are compared with the bytes of the text. If they differ, bits per byte would be wrong, so brt does
+not report them.
 """
 
 import numpy as np
@@ -18,13 +18,13 @@ class LostBytes:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self._unknown = tokenizer, tokenizer.unk_id
         self._differs = False
-        # For each byte, this array counts how often it occurs in the text, minus how often in the
-        # decoded tokens. Chunks that are decoded exactly contribute nothing.
+        # For each value of a byte, this array has the number of its occurrences in the text, minus
+        # the number in the decoded tokens. Chunks that are decoded exactly contribute nothing.
         self._counts = np.zeros(256, np.int64)
         self.unknown = 0  # the number of unknown tokens so far
 
     def add(self, data: bytes, ids: np.ndarray) -> None:
-        """Takes the next chunk in UTF-8, and its tokens; unknown tokens decode to no bytes."""
+        """Takes the next chunk in UTF-8, and its tokens; unknown tokens count as no bytes."""
         known = ids
         if self._unknown >= 0:
             known = ids[ids != self._unknown]

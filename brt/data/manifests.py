@@ -28,7 +28,8 @@ CORPUS = "corpus.json"  # The manifest of a corpus has this name.
 # As long as a process writes to a temporary directory, it locks the file of this name in the
 # directory. Other processes delete temporary directories whose file is not locked.
 _HELD = ".held"
-# A temporary directory is kept for the next process if its content has a file of this name.
+# A temporary directory is kept for the next process if its content has a file that this pattern
+# matches.
 PARTIAL = "partial/*/progress.json"
 KEPT_DAYS = 7
 _KEPT = KEPT_DAYS * 86400  # seconds
@@ -76,7 +77,9 @@ def corpus_directory(store: Path) -> Path:
 
 @contextlib.contextmanager
 def explaining_damage(directory: Path, what: str) -> Iterator[None]:
-    """Context: OSError, ValueError and KeyError become a DataError, "the `what` ... is damaged"."""
+    """Context that converts OSError, ValueError and KeyError to a DataError, which says that the
+    `directory`, called `what`, is damaged.
+    """
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
@@ -101,14 +104,13 @@ def atomic_directory(
     The temporary directory is deleted instead if an error is raised within the context. Temporary
     directories that killed processes left at the same place are deleted first.
 
-    With a `key`, a hash of everything that determines the content, the temporary directory stays if
-    the process is killed or interrupted after a part of the content was committed (see `PARTIAL`).
-    The next call with the same directory and key continues with this content within `KEPT_DAYS`
-    days.
+    `key` is a hash of everything that determines the content. If a process with a key is killed or
+    interrupted after a part of the content was committed (see `PARTIAL`), the temporary directory
+    stays for `KEPT_DAYS` days. A call with the same directory and key continues with this content.
 
     Args:
-      shared: the treatment of a directory that another process has created in the meantime: True
-        uses the other directory, and False raises an error.
+      shared: what happens if another process has created the directory in the meantime: True uses
+        the other directory, and False raises an error.
       setting: the setting that names the directory, for error messages; "" if the user named it.
       explained: function from the directory to a context that converts OSErrors to errors with a
         helpful message; None converts them to DataErrors.
@@ -175,7 +177,7 @@ def _explained(
 
 def _partial_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> Path | None:
     """Locks and returns the temporary directory that an interrupted process with the same key has
-    left; None if there is none. When the stack exits, it deletes the directory (see `_leave`).
+    left; None if there is none. When `stack` exits, it calls `_leave` for the directory.
     """
     for path in directory.parent.glob(f"{glob.escape(_prefix(directory))}*/{_HELD}"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as attempt:
@@ -185,13 +187,14 @@ def _partial_directory(directory: Path, key: str, stack: contextlib.ExitStack) -
             if not _is_partial(path.parent):
                 continue
             stack.enter_context(attempt.pop_all())
-            stack.push(partial(_leave, path.parent))  # This happens before the lock is released.
+            # The stack calls `_leave` before it releases the lock.
+            stack.push(partial(_leave, path.parent))
             return path.parent
     return None
 
 
 def _prefix(directory: Path) -> str:
-    """Returns the beginning of the names of temporary directories, which fit into 255 bytes."""
+    """Returns the beginning of the names of temporary directories, which have at most 255 bytes."""
     return os.fsdecode(os.fsencode(f".{directory.name}")[:240]) + "."
 
 
@@ -201,14 +204,17 @@ def _is_partial(place: Path) -> bool:
 
 
 def _leave(place: Path, kind: type[BaseException] | None, *_: Any) -> None:
-    """Deletes a temporary directory, unless a KeyboardInterrupt leaves it with a finished part."""
-    # The next process can continue with a partial directory.
+    """Deletes a temporary directory, except after a KeyboardInterrupt if it has a finished part."""
+    # The next process can continue with the finished part.
     if not (kind is KeyboardInterrupt and _is_partial(place)):
         _remove_or_warn(place)
 
 
 def _held_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> Path:
-    """Creates a temporary directory beside `directory`, locked with `key`; `stack` deletes it."""
+    """Creates and locks a temporary directory beside `directory`, and stores `key` in it.
+
+    When `stack` exits, it calls `_leave` for the temporary directory.
+    """
     while True:
         place = Path(tempfile.mkdtemp(prefix=_prefix(directory), dir=directory.parent))
         with contextlib.ExitStack() as attempt:
@@ -233,13 +239,13 @@ def remove_abandoned(directory: Path) -> None:
     directory = Path(os.path.realpath(directory))
     parent = directory.parent
     for place in parent.glob(f"{glob.escape(_prefix(directory))}????????"):
-        # A process that was killed early has left an empty directory. Other directories are kept,
-        # because rmdir raises an error for them, which is ignored.
+        # Processes that were killed early have left empty directories, which rmdir deletes. For
+        # other directories, rmdir raises an error, which is ignored.
         with contextlib.suppress(OSError):
             place.rmdir()
     for path in parent.glob(f".*/{_HELD}"):
-        # The directory is not deleted if it is in use, belongs to another user, is a link, or no
-        # longer exists.
+        # An error leaves the directory as it is: it is in use, belongs to another user, is a link,
+        # or no longer exists.
         with contextlib.suppress(OSError):
             with durable.open_file(path, "r+b", below=parent) as file:
                 age = time.time() - os.fstat(file.fileno()).st_mtime

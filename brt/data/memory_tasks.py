@@ -55,7 +55,7 @@ _USUAL: dict[str, dict[str, int]] = {
 }
 _SYMBOLS = {"recall": (1, 52), "needle": (1, 52), "tracking": (2, 8), "counting": (2, 10)}
 # A value has at least this number of hexadecimal digits. With three digits there are 4,096 values,
-# of which validation and test get an eighth each, about 512. Fewer digits would be too few values.
+# of which validation and test get an eighth each, about 512. Fewer digits would give too few.
 _SHORTEST = 3
 
 
@@ -80,9 +80,9 @@ class Memory(NamedTuple):
 
 
 def parse(source: str) -> Memory:
-    """Returns the settings in the name of a source; those left out have the task's defaults.
+    """Returns the settings in the name of a source; missing settings have the task's defaults.
 
-    `source` may also be the name of a document: the name of its source, and `#NUMBER`.
+    `source` may also be the name of a document, which is the name of a source with `#NUMBER`.
     """
     name = source.partition("#")[0]
     match = re.fullmatch(rf"{MEMORY}(\w+)/(\w+)/([1-9]\d*)(?:\?(.*))?", name)
@@ -219,7 +219,7 @@ def answers(name: str, text: bytes) -> Iterator[Answer]:
 
 
 def _laid(filler: str, events: Events) -> str:
-    """Inserts events into the filler; in the text of a novel, each before the next space."""
+    """Inserts each event into the filler at its position, or in a novel before the next space."""
     parts, last = [], 0
     for place, event in sorted(events, key=lambda event: event[0]):
         border = filler.find(" ", place)
@@ -238,8 +238,9 @@ def _tell_facts(memory: Memory, random: RandomState, distance: int) -> Events:
     for number, key in enumerate(random.permutation(memory.symbols)[: memory.facts]):
         place, name, value = int(places[number % len(places)]), keys[key], _value(memory, random)
         statements.append((place, f"{before}{name}={value};"))
-        # `distance` counts the bytes between the value of a fact and the answer, including the `;`
-        # after the value and the key of the question, so the filler has `label_size` bytes less.
+        # `distance` counts the bytes between the value of a fact and the answer: the `;` after the
+        # value, filler, and the question up to `>`. `label_size` is the number of these bytes that
+        # are not filler.
         label_size = len(f";{before}{name}>")
         questions.append((place + max(distance - label_size, 0), f"{before}{name}>{value}<"))
     if scattered:
@@ -290,7 +291,7 @@ def _tell_moves(memory: Memory, random: RandomState, distance: int) -> Events:
 
 
 def _sentence(number: int, symbols: int, random: RandomState) -> str:
-    """Returns the sentence with the index `number`, about a person that goes or takes a thing."""
+    """Returns the sentence with the index `number`: a person goes to a place or takes a thing."""
     # In the first sentences every person goes to some place, and in the next sentences every thing
     # is taken, so that every thing has a place. Further sentences are random.
     who, thing, place, goes = (int(i) for i in random.randint((symbols,) * 3 + (2,)))
@@ -327,7 +328,7 @@ def _solve_moves(memory: Memory, text: bytes) -> Iterator[Answer]:
 
 
 def _tell_events(memory: Memory, random: RandomState, distance: int) -> Events:
-    """Returns an event for each star, and a question: their number modulo `memory.symbols`."""
+    """Returns events that insert stars, and one that asks for their number modulo `symbols`."""
 
     def draw() -> list[int]:
         count = random.randint(memory.facts + 1)
@@ -348,7 +349,7 @@ def _solve_events(memory: Memory, text: bytes) -> Iterator[Answer]:
             yield Answer(*match.span(1), first, b"%d" % (len(events) % memory.symbols))
 
 
-# For each task, the functions that state the facts of a document and that solve it.
+# For each task: the function that writes facts and questions, and the one that finds the answers.
 _KINDS: dict[str, tuple[Tell, Solve]] = {
     **dict.fromkeys(("copy", "recall", "needle"), (_tell_facts, _solve_facts)),
     "tracking": (_tell_moves, _solve_moves),

@@ -28,7 +28,8 @@ MAX_BYTES = 128 << 20
 def read(tokenizer: Path) -> dict[str, bytes]:
     """Returns the content of the files beside the file of a tokenizer, by name.
 
-    If the tokenizer belongs to an adapter, the files of the model are those of the adapter's base.
+    If the tokenizer belongs to an adapter, the files in `MODEL` are those of the model that the
+    adapter is added to.
     """
     stored, found = tokenizer.parent / DIRECTORY, dict[str, bytes]()
     of_brt = stored.is_dir()
@@ -36,8 +37,8 @@ def read(tokenizer: Path) -> dict[str, bytes]:
     base = base_of(tokenizer.parent) if not of_brt and MODEL[0] not in paths else None
     paths |= {name: base / name for name in names(base) if name in MODEL} if base else {}
     for name, path in (paths | {name: stored / name for name in names(stored)}).items():
-        # A run may come from a stranger, so links in it are not followed. The caches of Hugging
-        # Face consist of links.
+        # A run may come from a stranger, so links in it are not followed. In other directories,
+        # links are followed, because the caches of Hugging Face consist of links.
         if path == tokenizer or (of_brt and path.is_symlink()):
             continue
         free_bytes = MAX_BYTES - sum(map(len, found.values()))
@@ -52,9 +53,11 @@ def read(tokenizer: Path) -> dict[str, bytes]:
 
 
 def base_of(directory: Path) -> Path | None:
-    """Returns the directory of the model that an adapter (PEFT) is added to: `directory`, the
-    one that adapter_config.json names, or the parent of `directory`. Returns None if none of them
-    has a model, or if `directory` has no adapter.
+    """Returns the directory of the model that the adapter (PEFT) in `directory` is added to.
+
+    It is the first of these that has a model: `directory`, the directory that adapter_config.json
+    names, the parent of `directory`. Returns None if none of them has a model, or if there is no
+    adapter.
     """
     try:
         content = untrusted.read_json(directory / ADAPTER, {})

@@ -17,9 +17,11 @@ MARK = "\ufeff"  # The byte order mark may be the first character of a text.
 REPLACE = "Data.errors = 'replace'"
 _HALF = re.compile("[\ud800-\udfff]")
 _PIECE = 1 << 16
-# In a text, `FEW` characters, or the share `MOST` of them, may be U+FFFD or control characters.
+# In a text, up to `FEW` characters, or up to the share `MOST` of all characters, may be U+FFFD or
+# control characters.
 FEW, MOST = 7, 0.1
-# Signs of binary data; the control characters that are left out occur in texts (colours, ...).
+# These control characters are signs of binary data. The other ones also occur in texts, for example
+# in codes of colours.
 _CONTROLS = bytes({*range(32), 127} - {*b"\1\b\t\n\v\f\r\x1b\x1c\x1d\x1e\x1f"})
 
 
@@ -34,7 +36,7 @@ def problem(text: str) -> str:
 
 
 def unreadable(text: str) -> int:
-    """Returns how many characters are U+FFFD or controls, of which binary data have many."""
+    """Returns the number of characters that are U+FFFD or controls; binary data have many."""
     pieces = (text[i : i + _PIECE] for i in range(0, len(text), _PIECE))  # This saves memory.
     encoded = (piece.encode("utf-8", "surrogatepass") for piece in pieces)
     controls = sum(len(data) - len(data.translate(None, _CONTROLS)) for data in encoded)
@@ -78,8 +80,8 @@ def read(
       remedy: the setting that enables "replace", for error messages; "" if there is no setting.
 
     Raises:
-      BadRecord: the bytes are not UTF-8 or contain a NUL, and the message says where; or they are
-        binary data, which no value of `errors` makes a text.
+      BadRecord: the bytes are binary data; or, if `errors` is "strict", they are not UTF-8 or
+        contain a NUL, and the message says where.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     offset = 0  # The byte at this position is the first one that is not decoded yet.

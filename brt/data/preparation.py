@@ -58,11 +58,11 @@ from brt.formatting import counted
 Encoder = TypeVar("Encoder")
 Opened = TypeVar("Opened")
 Row = TypeVar("Row")
-Hashes = Mapping[str, Sequence[FileHash]]  # the files of each split
+Hashes = Mapping[str, Sequence[FileHash]]  # the hashes of the files of each split
 TOGETHER = 256  # This number of rows is tokenized in parallel.
 MANIFEST = manifests.CORPUS
-# This version of the code that reads files is increased when a change of the code makes the same
-# files yield other texts or rows.
+# This is the version of the code that reads files. It is increased when a change of the code makes
+# the same files yield other texts or rows.
 READING = 3
 # This seed determines the sample of text that a tokenizer is trained on.
 SEED = 0
@@ -114,7 +114,7 @@ class Corpus(Generic[Encoder, Opened]):
     def described(self) -> dict[str, dict[str, Any]]:
         """Returns a JSON description of each split, by the name of the split.
 
-        It contains the number of rows (the key is the value of `rows`), the size in bytes, a few
+        It has the number of rows (the key is the value of `rows`), the size in bytes, a few
         names of rows, the hash of the content, a phrase that says how the split was held out of the
         training data ("" if it was not), and the source files ([] without a manifest).
         """
@@ -155,7 +155,7 @@ class Preparation(abc.ABC):
         self.shares = self.held_out_shares()
 
     def held_out_shares(self) -> dict[str, float]:
-        """Returns the fraction of Data.train that each held-out split gets, by the split."""
+        """Returns the fraction of Data.train that each held-out split gets, by the split's name."""
         shares = {split: share_of(self.section, split) for split in SPLITS[1:]}
         return {split: share for split, share in shares.items() if share}
 
@@ -225,8 +225,8 @@ class Preparation(abc.ABC):
         """Returns the directory of prepared data; prepares them if necessary.
 
         Args:
-          hashes: hashes of the files of each split. They are a part of the directory's name, so
-            that data are prepared again if a file has changed.
+          hashes: hashes of the files of each split. The name of the directory in the cache depends
+            on them, so that data are prepared again if a file has changed.
           build: function that writes prepared data. Its arguments are the directory to fill and the
             settings and sources that the manifest will have; it returns further entries of the
             manifest.
@@ -277,8 +277,8 @@ class Preparation(abc.ABC):
     def values_from_train(self) -> dict[str, Any]:
         """Returns values, such as names of classes, that follow from the training rows, as JSON.
 
-        They determine other splits, and are a part of the key under which a single split is cached.
-        The encoder is always a part of the key.
+        The content of other splits depends on these values, so they are a part of the key under
+        which a single split is cached. The encoder is always a part of this key.
         """
         return {}
 
@@ -291,7 +291,8 @@ class Preparation(abc.ABC):
     def load(name: str) -> Any:
         """Returns the object that encodes the data; its `fingerprint` is a hash that identifies it.
 
-        `name` is the path of a file that contains the object, or the value of the config's setting.
+        `name` is the path of a file that contains the object, or the value of a setting such as
+        Data.tokenizer.
         """
 
     def open_store(self, directory: Path, encoder: Any) -> Any:
@@ -318,13 +319,17 @@ class Preparation(abc.ABC):
                 )
 
     def key_values(self) -> dict[str, Any]:
-        """Returns JSON that the cache key of all splits has besides settings and sources."""
+        """Returns values, as JSON, that are a part of the key under which all splits are cached.
+
+        The settings and the sources are always a part of this key.
+        """
         return {}
 
     def begin(self, directory: Path) -> dict[str, Any]:
         """Creates and saves the object that encodes the data, before the first store is written.
 
-        Returns the manifest's entries about the object; {} without an object, which is the default.
+        Returns the manifest's entries about the object. By default, there is no object, and the
+        result is {}.
         """
         return {}
 
@@ -392,13 +397,14 @@ class RowPreparation(Preparation):
 
     @abc.abstractmethod
     def content(self, row: Any) -> str:
-        """Returns a text that represents a row; rows of the same text belong to the same split."""
+        """Returns a text that represents a row; rows with equal texts belong to the same split."""
 
     @abc.abstractmethod
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        """Writes the store of a split ("train" comes first), and returns a line for the user.
+        """Writes the store of a split, and returns a line for the user.
 
-        `tally` counts the rows, and removes rows that cannot be used.
+        `tally` counts the rows, and removes rows that cannot be used. The split "train" is written
+        before the other splits.
         """
 
     def write_splits(
@@ -446,9 +452,11 @@ class TokenizedPreparation(Preparation):
         return {} if self._size else {"tokenizer": self.load(self.section.tokenizer).fingerprint}
 
     def load_prepared(self, file: Path) -> Any:
-        """Returns the tokenizer that encoded the data: from `file` if it was trained, otherwise
-        from the file that the section names, with the settings beside that file. Models with equal
-        tokenizers share prepared data, but these settings may differ.
+        """Returns the tokenizer that encoded the data.
+
+        A tokenizer that brt has trained is in `file`. Any other tokenizer is read from the file
+        that the section names, together with the settings beside this file: models with equal
+        tokenizers share prepared data, but may differ in these settings.
         """
         return self.load(str(file) if self._size else self.section.tokenizer)
 
@@ -565,7 +573,7 @@ class DocumentPreparation(TokenizedPreparation):
         return (document.chunks for document in self._plan.documents("train"))
 
     def begin(self, directory: Path) -> dict[str, Any]:
-        # If an interrupted process has stored the tokenizer, it is only loaded.
+        # If an interrupted process has stored the tokenizer, this tokenizer is loaded.
         known = directory / "partial" / "tokenizer.json"
         if known.exists():
             described = untrusted.read_json(known, {"file": str, "name": str})
@@ -604,7 +612,7 @@ class DocumentPreparation(TokenizedPreparation):
         return {"splits": list(splits), "held_out": held_out, "quarantined": len(plan.bad)}
 
     def _write(self, split: str, directory: Path, facts: Mapping[str, Any]) -> TokenStore:
-        """Writes the store of a split; uses what an interrupted process has written of it."""
+        """Writes the store of a split, or completes one that an interrupted process has begun."""
         documents = self._plan.documents(split)
         if (directory / split / "manifest.json").exists():
             if self._plan.bad.limit:  # Reading the documents again finds those that cannot be read.
@@ -660,8 +668,9 @@ def _lost(store: TokenStore) -> str:
 def _refuse_shared_texts(partial: Path, stores: Mapping[str, TokenStore]) -> None:
     """Raises DataError if a document of one split has the same text as a document of another.
 
-    `stores` has two token stores by split; documents of TensorFlow datasets in the second are
-    exempt. The directory `partial` has a directory with digests for each split (`token_store`).
+    `stores` maps the names of two splits to their token stores. Documents of TensorFlow datasets in
+    the second store are exempt. `partial` is the directory of the unfinished stores, which has a
+    directory with digests for each split (see `token_store`).
     """
     (first, first_store), (second, second_store) = stores.items()
     earlier, later = (np.fromfile(partial / split / token_store.DIGESTS, "S32") for split in stores)

@@ -19,10 +19,10 @@ class BadRecord(DataError):
 
 
 class Quarantine:
-    """Collects the errors of bad records, which are documents that cannot be read, up to a limit.
+    """Collects the errors of up to `limit` bad records, which are documents that cannot be read.
 
-    A record counts once, even if its file is read again. With `limit` = 0, no error is collected:
-    the first is raised.
+    A record counts once, even if its file is read again. With `limit` = 0, no error is collected,
+    and the first error is raised.
     """
 
     def __init__(self, limit: int = 0):
@@ -38,8 +38,8 @@ class Quarantine:
     def collect(self, error: BadRecord, file: str, **place: int) -> None:
         """Collects the error of a bad record; raises DataError if the limit is exceeded.
 
-        `place` is the number of the bad line or record, as `line=` or `record=`; without it, the
-        error concerns the whole rest of the file.
+        `place` is the number of the bad line or record, as `line=` or `record=`. An error without a
+        place concerns the whole rest of the file.
         """
         if not self.limit:
             raise error
@@ -52,7 +52,7 @@ class Quarantine:
             )
 
     def call_and_collect(self, read: Callable[[], T], file: str, **place: int) -> T | None:
-        """Returns the result of `read`, which reads a record; None if it has raised BadRecord."""
+        """Returns what `read` returns, or None if `read` raises BadRecord, which is collected."""
         try:
             return read()
         except BadRecord as error:
@@ -92,13 +92,13 @@ class Tally:
     ):
         self.rows = self.bad = 0
         self._split, self._skip, self._progress = split, skip, progress
-        self._bad: list[str] = []  # The list has descriptions of the first bad rows.
+        self._bad: list[str] = []  # descriptions of the first bad rows
 
     def refuse_or_skip(self, items: Iterable[Any], errors: str) -> Iterator[Any]:
         """Counts all items, and yields those that are not of the class BadRow.
 
-        DataError is raised at the end if all rows are bad, or if a row is bad and `errors`
-        (Data.errors) is "refuse", not "skip".
+        DataError is raised at the end if all rows are bad. If `errors` (Data.errors) is "refuse"
+        and not "skip", it is also raised if any row is bad.
         """
         for item in items:
             self.rows += 1

@@ -101,12 +101,13 @@ class Reader(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowReader(Reader):
-    """Base class of the readers of rows, which a subclass gathers to padded batches.
+    """Base class of readers whose batches consist of padded rows; subclasses define `gather`.
 
-    The attribute `lengths` of the store is int [rows].
+    The store's attribute `lengths` has the length of each row, int [rows].
     """
 
-    # The lengths to which batches are padded, ascending; () pads all to the length of the longest.
+    # The lengths to which batches are padded, ascending. () pads all batches to the length of the
+    # longest row.
     buckets: tuple[int, ...] = ()
 
     @property
@@ -115,7 +116,7 @@ class RowReader(Reader):
 
     @abc.abstractmethod
     def gather(self, rows: np.ndarray, length: int) -> Any:
-        """Returns a batch of the B `rows`, int [B] (-1: an empty row), padded to `length`."""
+        """Returns the batch of the `rows`, int [B] (-1: an empty row), padded to `length`."""
 
     @staticmethod
     def positions(batch: Any) -> int:
@@ -130,8 +131,8 @@ class RowReader(Reader):
     def described(self, step: int) -> list[dict[str, Any]]:
         """Returns a JSON description of each row in the batch of a step, without empty rows.
 
-        Its keys are "lane" (index in the batch), "row" (index in the store) and, if the store has
-        ids, "id".
+        The keys of a description are "lane" (the index in the batch), "row" (the index in the
+        store) and, if the store has ids, "id".
         """
         epoch, place = divmod(step, self.steps_per_epoch)
         rows, ids = self._layout(epoch)[0][place].tolist(), getattr(self.store, "ids", {})
@@ -190,10 +191,10 @@ class RowReader(Reader):
         return np.searchsorted(self.lengths, self.store.lengths)
 
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the rows of each batch, int [batches, B] (-1 is empty), and padded lengths."""
+        """Returns the rows of each batch, int [batches, B] (-1: empty), and the batch's length."""
         size, bucket = self.batch_size, self._bucket[order]
         used = np.unique(bucket)
-        # `waiting` has the indices in `order` of rows of shorter buckets that did not fill a batch.
+        # `waiting` has rows that did not fill a batch of a shorter bucket, as indices in `order`.
         # These rows go into batches of the next longer bucket.
         waiting = np.zeros(0, np.int64)
         batches, lengths = [], []
@@ -243,8 +244,8 @@ def padded(
 class TextReader(RowReader):
     """Reader of rows of tokens, with targets for each row.
 
-    The store's method `read` returns the ids of a row, int32 [T], and its attribute `row_targets`
-    is int or float [rows, targets].
+    The store's method `read` returns the ids of a row, int32 [T]. The store's attribute
+    `row_targets` has the targets of all rows, int or float [rows, targets].
     """
 
     max_length: int  # the largest number of tokens that a row may have

@@ -83,7 +83,7 @@ def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
     """Returns the files of a source in reading order; raises DataError if it names none.
 
     Files of a directory are those with the suffixes `endings` that are neither hidden nor empty.
-    Files of generated documents are the novels that they take text from, if they take any.
+    Generated documents have no files, except the novels from which some of them take text.
     """
     if source.startswith("corpus:"):
         return _corpus_files(source, endings)
@@ -117,7 +117,7 @@ def _once(candidates: list[File]) -> list[File]:
 
 def _matches(pattern: str) -> Iterator[str]:
     """Expands a pattern like `glob.glob`, but `**` enters every directory only once."""
-    # Links between directories may therefore form cycles.
+    # Links between directories may form cycles, which would otherwise be followed again and again.
     if os.path.basename(pattern) == "**":
         pattern = f"{pattern}/*"
     head, stars, tail = pattern.partition("**/")
@@ -170,7 +170,7 @@ def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Pat
     listed = walk(path)
     chosen = {*_ending(listed.files, endings), *read}
     if others := [file for file in listed.files if file not in chosen]:
-        # A file that is not read may be a link to a file that is read.
+        # A file that is not read may be a link to a file that is read. It is then not counted.
         seen = {os.path.realpath(file) for file in chosen}
         others = [file for file in others if os.path.realpath(file) not in seen]
     unread = Counter(map(_unread, others))
@@ -187,7 +187,7 @@ def _unread(file: Path) -> str:
 
 
 class TfdsData(NamedTuple):
-    """A split of a TensorFlow dataset: dicts from features to values, and paths of the files."""
+    """A split of a TensorFlow dataset: examples, as dicts from feature to value, and file paths."""
 
     examples: Sequence[dict[str, Any]]
     filepaths: list[str]

@@ -1,7 +1,7 @@
 """Reads what the files in a Hugging Face model's directory say of special tokens.
 
-They say with which token a document begins, which tokens end a text, and which tokens were added to
-the file of the tokenizer.
+The files say with which token a document begins, which tokens end a text, and which tokens were
+added to the file of the tokenizer.
 """
 
 import json
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from brt import untrusted
 from brt.errors import DataError
 
-# A tokenizer begins documents with the first of these pieces that it has, if no file says anything.
+# If no file names a token, documents begin with the first of these pieces that the tokenizer has.
 START = ("<|begin_of_text|>", "<s>", "<|endoftext|>", "[CLS]", "<bos>")
 _MOST_ADDED = 1 << 16
-# These files name special tokens by their pieces; the earlier one has more authority.
+# These files name special tokens by their pieces. If they differ, the first file counts.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 _READ = (*_NAMING, "tokenizer.json", "added_tokens.json", "config.json", "generation_config.json")
 
@@ -31,7 +31,7 @@ class Claim(NamedTuple):
 
 
 class Added(NamedTuple):
-    """A token that was added to a tokenizer; special tokens stand for no text."""
+    """A token that was added to a tokenizer; if `special` is True, it stands for no text."""
 
     token: int
     piece: str
@@ -39,7 +39,7 @@ class Added(NamedTuple):
 
 
 class Statements(NamedTuple):
-    """What the files say of special tokens; earlier claims have more authority."""
+    """What the files say of special tokens. If claims differ, the first one counts."""
 
     begin: tuple[Claim, ...] = ()  # the tokens that begin a document
     end: tuple[Claim, ...] = ()  # the tokens that end a text
@@ -50,9 +50,10 @@ class Statements(NamedTuple):
 def read(
     place: Path, files: Mapping[str, bytes], described: Mapping[str, Any] | None = None
 ) -> Statements:
-    """Returns what the `files` beside a tokenizer, by name, say of special tokens.
+    """Returns what the files beside a tokenizer say of special tokens.
 
-    `described` is the content of the tokenizer's own tokenizer.json; None if it has another file.
+    `files` maps the names of these files to their content. `described` is the parsed content of the
+    tokenizer's own tokenizer.json; None if the tokenizer is in a file of another kind.
     """
     try:
         contents: dict[str, Mapping[str, Any]]
@@ -77,7 +78,7 @@ def read(
 
 
 def named(files: Mapping[str, bytes], keys: Iterable[str]) -> dict[str, str]:
-    """Returns the pieces that files name under `keys`, such as "eos_token", by the key."""
+    """Returns the piece that files name under each of `keys`, such as "eos_token", by key."""
     contents = {name: _json(name, files[name]) for name in _NAMING if name in files}
     found = {key: _pieces(contents, key) for key in keys}
     return {key: f"{claims[0].token}" for key, claims in found.items() if claims}
@@ -113,8 +114,8 @@ def missing(
 ) -> list[Added]:
     """Returns those added tokens that the file of a tokenizer lacks, in the order of their ids.
 
-    The file has `size` ids, and `id_of` returns the id of a piece in it. The ids must follow those
-    of the file without a gap, or DataError is raised.
+    The file has `size` ids, and `id_of` returns the id of a piece in the file. DataError is raised
+    unless the ids of the added tokens follow the ids of the file without a gap.
     """
     found = []
     for added in said.added:
@@ -132,9 +133,10 @@ def missing(
 
 
 def identity(content: bytes, token: int, default: int, added: list[Added]) -> bytes:
-    """Returns bytes that determine the ids of texts; `content` alone where no file changes them.
+    """Returns bytes that determine the ids of texts.
 
-    `token` is the id of BOS; without files beside the tokenizer, it would be `default`.
+    They are the `content` of the tokenizer's file. If other files change the ids, the changes are
+    appended: the id of BOS, `token` instead of `default`, and the `added` tokens.
     """
     if token == default and not added:
         return content
@@ -159,7 +161,7 @@ def _part(value: Any, *path: str | int) -> Any:
 
 
 def _edges(described: Mapping[str, Any], place: int, name: str) -> list[str]:
-    """Returns the special tokens that the post-processor of a tokenizer.json puts at one end.
+    """Returns special tokens that the post-processor of a tokenizer.json puts at one end of texts.
 
     `place` is the index of the token in a template, 0 at the start of a text and -1 at its end;
     `name` is the token's key in a RobertaProcessing or BertProcessing.
@@ -180,10 +182,11 @@ def _edges(described: Mapping[str, Any], place: int, name: str) -> list[str]:
 
 
 def _default(contents: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
-    """Returns the BOS, "<s>", that transformers puts before a text if no file names one; or [].
+    """Returns a claim for the default BOS "<s>" if transformers puts it before a text; else [].
 
-    transformers puts a BOS if tokenizer_config.json says `add_bos_token`; but it ignores this key,
-    and `add_eos_token`, if there is a tokenizer.json, whose post-processor decides.
+    transformers does this if tokenizer_config.json says `add_bos_token`, no file names a BOS, and
+    there is no tokenizer.json. If there is a tokenizer.json, its post-processor decides, and
+    transformers ignores `add_bos_token` and `add_eos_token`.
     """
     asked = contents.get("tokenizer_config.json", {}).get("add_bos_token") is True
     named = "tokenizer.json" in contents or _pieces(contents, "bos_token")
@@ -192,8 +195,9 @@ def _default(contents: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
 
 
 def _around(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns notes about `add_bos_token` and `add_eos_token`, where transformers 5 does not do
-    what they say, or where brt does something else.
+    """Returns notes about the settings `add_bos_token` and `add_eos_token`.
+
+    There is a note if transformers 5 or brt does something else than the setting says.
     """
     settings, described = contents.get("tokenizer_config.json", {}), contents.get("tokenizer.json")
     bos, eos = (settings.get(f"add_{edge}_token") for edge in ("bos", "eos"))
@@ -227,7 +231,7 @@ def _piece(token: Any) -> str | None:
 
 
 def _ids(contents: Mapping[str, Mapping[str, Any]], key: str) -> list[Claim]:
-    """Returns a claim for every id under a key, where a file may have one id or a list."""
+    """Returns a claim for every id under a key; a file may have one id or a list of ids there."""
     found = []
     for name in ("config.json", "generation_config.json"):
         ids = contents.get(name, {}).get(key)
@@ -238,7 +242,7 @@ def _ids(contents: Mapping[str, Mapping[str, Any]], key: str) -> list[Claim]:
 
 
 def _added(contents: Mapping[str, Mapping[str, Any]]) -> tuple[Added, ...]:
-    """Returns the added tokens of added_tokens.json and of tokenizer_config.json, by id."""
+    """Returns the tokens of added_tokens.json and of tokenizer_config.json, in the order of ids."""
     special: set[str | None] = set()
     for settings in (contents.get(name, {}) for name in _NAMING):
         special |= {_piece(value) for key, value in settings.items() if key.endswith("_token")}

@@ -22,7 +22,7 @@ SHORTEST = 100  # The held-out end of a document has at least this number of cha
 # At most this number of characters is searched for the end of a paragraph, at which a document can
 # be cut.
 REACH = 1 << 16
-# A document is cut after the end of a paragraph, a line or a word, which these patterns match.
+# These patterns match the ends of paragraphs, lines and words, after which a document can be cut.
 BORDERS = (r"\n[ \t\r]*\n+", r"\n", r"\s")
 
 # A value of this type divides one document. The keys are the names of splits, and the values are
@@ -48,9 +48,10 @@ class Plan:
         self._data = data
         self.bad = Quarantine(data.max_bad_records)
         self._fractions = fractions_of(data)
-        # If a wanted split is a part of Data.train, one of the next two attributes has an entry per
-        # document of Data.train, in reading order: the index in SPLITS of the document's split; or,
-        # if ends of documents are held out, the part of the document that belongs to each split.
+        # If a wanted split is a part of Data.train, one of these attributes has an entry for each
+        # document of Data.train, in reading order. If whole documents are held out, `_split_of` has
+        # the index in SPLITS of the document's split. If ends of documents are held out, `_parts`
+        # has the range of each document that belongs to each split.
         self._split_of = np.zeros(0, np.int8)
         self._parts: list[Parts] = []
         what = "{:.0%} of the documents of Data.train"
@@ -120,7 +121,8 @@ def held_out_ends(document: Document, length: int, fractions: Mapping[str, float
     """Returns the range of a document's characters that belongs to each split.
 
     The document has `length` characters. Its beginning is for training, and its end is divided
-    among the held-out splits. A document that is too short, or a pair, raises DataError.
+    among the held-out splits. A document that is too short, a pair or a conversation raises
+    DataError.
     """
     if document.parts:
         raise DataError(
@@ -153,9 +155,9 @@ def held_out_ends(document: Document, length: int, fractions: Mapping[str, float
 class Shares:
     """Function from the content of a row to the row's split.
 
-    A hash of the content determines the split. `shares` is the fraction of the distinct contents
-    that each held-out split gets, at least one content. Too few distinct contents raise a
-    DataError that names `source`.
+    A hash of the content determines the split. `shares` has the fraction of the distinct contents
+    that each held-out split gets; every split gets at least one content. Too few distinct contents
+    raise a DataError that names `source`.
     """
 
     def __init__(self, contents: Iterable[str], shares: Mapping[str, float], source: str):
@@ -197,9 +199,9 @@ def _cut(document: Document, start: int, stop: int | None) -> Document:
 
 
 def are_beginnings(names: Sequence[str]) -> bool:
-    """Returns True if each document of a split ends where the held-out part of its text begins.
+    """Returns True if every document of a split is a part of a text that goes on in another split.
 
-    The names of such documents end with [:STOP] or [START:STOP].
+    The `names` of such documents end with [:STOP] or [START:STOP].
     """
     return all(re.search(r"\[\d*:\d+\]$", name) for name in names)
 
@@ -224,7 +226,7 @@ def _texts(chunks: Iterable[str], windows: Sequence[tuple[int, int]]) -> list[st
 
 
 def _border(text: str) -> int:
-    """Returns the position after the first paragraph of a text, or else its first line or word."""
+    """Returns the position after a text's first paragraph, or else after its first line or word."""
     matches: Iterator[Any] = (re.search(border, text) for border in BORDERS)
     return next((match.end() for match in matches if match), 0)
 

@@ -11,10 +11,11 @@ Files are not memory-mapped. If a memory-mapped file is truncated, reading a mis
 process. An ordinary read of a truncated file returns too few bytes, which can be reported as an
 error.
 
-The files of a store are compared with their hashes, and read again only if they have changed. After
-a file was found to have the right hash, a seal is created in the cache. The name of the seal is a
-hash of the file's expected hash, size, times and inode. After any change of the file, the seal
-would have another name, so no seal is found and the file is read again.
+When a store is opened, its files are compared with their hashes. A file that has not changed since
+it was compared is not read again: if the hash of a file is right, a seal (an empty file) is created
+in the cache. The name of the seal is a hash of the file's expected hash, size, times and inode.
+After any change of the file, the seal would have another name, so no seal is found and the file is
+read again.
 """
 
 import contextlib
@@ -40,12 +41,12 @@ COLUMNS = "rows.npz"  # The file of this name contains the columns of a store.
 class OnDisk:
     """A one-dimensional array of `size` little-endian values in a file.
 
-    A slice, or an array of indices, int64 [..., K], selects values as in a NumPy array, but reads
-    a copy of them from the file.
+    A slice, or an array of indices, int64 [..., K], selects values as in a NumPy array. The values
+    are copied from the file, which is read once for each row of K indices.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, size: int, offsets: np.ndarray | None = None):
-        """`offsets` is int64 [rows + 1] for rows that are read one at a time, as in `Ragged`."""
+        """`offsets` is as in `Ragged` if the values are rows that are read one at a time."""
         self.dtype, self.size = np.dtype(dtype), size
         self._path, width = path, self.dtype.itemsize
         bounds = None if offsets is None else offsets * width
@@ -130,7 +131,10 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[np.ndarray]) -> "Ragged":
-        """Returns a ragged array, int32, of arrays [length of the row, ...] with the same axes."""
+        """Returns a ragged int32 array of `rows`, arrays [length of the row, ...].
+
+        All axes but the first have the same lengths in all rows.
+        """
         empty = np.zeros((0, *rows[0].shape[1:]) if rows else 0, np.int32)
         values = np.concatenate([empty, *rows]).astype(np.int32)
         return cls(values, row_offsets([len(row) for row in rows]))
@@ -167,14 +171,15 @@ class RaggedWriter:
 
 
 # A seal (a record that a file's hash was right) is only created this many seconds after the last
-# change of the file, so that another change surely gives it another time stamp.
+# change of the file, so that another change surely gives the file another time stamp.
 SETTLED = 1.0
 
 
 def check_hashes(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) -> None:
     """Raises ValueError if a file of a directory has another SHA-256 than `hashes` says.
 
-    `whole` reads all files, also those that are known to be unchanged, or are in a bucket.
+    With `whole`, all files are read, even files in a bucket, and files that are known to be
+    unchanged.
     """
     for name, expected in hashes.items():
         path = directory / name
@@ -224,7 +229,7 @@ class RowStore(Store):
 
 
 class Files(NamedTuple):
-    """The content of a store's directory, from which a subclass of Store is made."""
+    """The content of a store's directory, from which an instance of `Store` is made."""
 
     directory: Path
     manifest: Mapping[str, Any]
@@ -235,7 +240,7 @@ class Files(NamedTuple):
         return Ragged.checked(self.columns[name], self.columns[f"{name}_offsets"])
 
     def on_disk(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
-        """Returns rows of different lengths, whose values are in a file of a `RaggedWriter`.
+        """Returns rows of different lengths, whose values a `RaggedWriter` has written to a file.
 
         A row is read when it is indexed. `offsets` is int64 [rows + 1], the index of each row's
         first value, and last the number of values. `count` is as in `check`.
@@ -274,9 +279,9 @@ def opened(
         written them.
 
     Raises:
-      DataError: the store is missing, incomplete or has another format; or the body of the `with`
-        statement raises an error that shows that the store is damaged (OSError, ValueError or
-        KeyError, for example), which is then converted to a DataError.
+      DataError: the store is missing, incomplete, damaged or has another format. An OSError,
+        ValueError or KeyError in the body of the `with` statement counts as damage, and is
+        converted to a DataError.
     """
     directory = Path(directory)
     kind = {"fingerprint": str, "sha256": {str: str}, "texts": [str], **facts}
@@ -337,7 +342,8 @@ def finish(
       facts: further entries of the manifest, such as counts and settings.
       files: names of existing files whose content is a part of the fingerprint, the hash of
         everything that a model reads or learns.
-      identity: bytes that are a part of the fingerprint; b"" uses the content of all columns.
+      identity: bytes that are a part of the fingerprint; b"" uses the content of all columns
+        instead.
     """
     arrays: dict[str, np.ndarray] = {}
     texts = []

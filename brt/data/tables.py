@@ -66,7 +66,7 @@ def read(
 ) -> Iterator[Any]:
     """Yields an item for each row of some tables, in order, or a BadRow if the row has a problem.
 
-    A table without a row, or that lacks a column, raises DataError.
+    A table that has no row, or lacks a column, raises DataError.
 
     Args:
       choose: function from the name of a table and the values of its first row to the columns that
@@ -89,8 +89,9 @@ def read(
 
 
 def check_columns(table: str, header: Collection[str], configured: Mapping[str, str]) -> str:
-    """Raises DataError for configured columns (names by role, "" for none) that a table lacks.
+    """Raises DataError if a table lacks a configured column.
 
+    `configured` maps the roles of columns, such as "text", to names of columns ("" for none).
     Returns a phrase about the existing columns, for further messages.
     """
     exist = f"its columns are {', '.join(header)}"
@@ -137,7 +138,7 @@ def flat(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_of(values: Mapping[str, Any], column: str) -> str:
-    """Returns the text in a column (`text_value`); a list of texts is joined by line feeds."""
+    """Returns the text in a column (see `text_value`); a list of texts is joined by line feeds."""
     if column not in values:
         raise ValueError(f"has no column '{column}'")
     value = values[column]
@@ -150,7 +151,7 @@ def text_value(value: Any, column: str = "") -> str:
     """Returns the value of a column as a text, without a byte order mark at its start.
 
     A value that is no usable text raises ValueError, whose message is a phrase such as "has nothing
-    in 'document'"; it names the column unless `column` is "".
+    in 'document'". The phrase names the column unless `column` is "".
     """
     of, inside = (f" of '{column}'", f" in '{column}'") if column else ("", "")
     if isinstance(value, bytes):
@@ -179,7 +180,7 @@ def row_id(value: Any, number: int) -> str:
 
 
 class Unread(NamedTuple):
-    """Placeholder for a value of a type that brt does not read, whose name is `type`."""
+    """Placeholder for a value that brt does not read; `type` is the name of the value's type."""
 
     type: str
 
@@ -210,7 +211,7 @@ def _separated(
 ) -> Iterator[Row]:
     """Yields the records of a CSV (RFC 4180) or TSV file; leaves out columns without a name.
 
-    Bytes that are not UTF-8 affect only the values that they belong to.
+    A value that is not UTF-8 is returned as bytes; the other values of the row stay texts.
     """
     # Documents may exceed the csv module's default limit of 128 kB for a field.
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
@@ -266,7 +267,7 @@ def _parquet(file: File) -> Iterator[Any]:
 
 
 def _arrow(file: File) -> Iterator[Any]:
-    """Yields the batches of an Arrow file or stream, as `Dataset.save_to_disk` writes them."""
+    """Yields the batches of an Arrow file or stream, such as `Dataset.save_to_disk` writes."""
     import pyarrow as pa
 
     source = _unpacked(file)
@@ -276,7 +277,7 @@ def _arrow(file: File) -> Iterator[Any]:
         with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(opened) as reader:
             count = reader.num_record_batches if is_file else 0
             for batch in map(reader.get_batch, range(count)) if is_file else reader:
-                batch.validate(full=True)  # Otherwise, a forged offset would read foreign memory.
+                batch.validate(full=True)  # A forged offset could read other memory.
                 for start in range(0, len(batch), READ_ROWS):
                     yield batch.slice(start, READ_ROWS)
 

@@ -25,7 +25,8 @@ class Encoding(NamedTuple):
     """The ids of a text, with the characters that each id stands for."""
 
     ids: Int[np.ndarray, " T"]
-    spans: Int[np.ndarray, "T 2"]  # the positions of an id's first character and after the last one
+    # For each id, the position of its first character, and the position after its last character.
+    spans: Int[np.ndarray, "T 2"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,7 +43,7 @@ class TextTokenizer:
     end: tuple[int, ...]
     pad_id: int
     encode_texts: Callable[[list[str]], list[Encoding]] = dataclasses.field(repr=False)
-    # Decodes ids, none of which is special.
+    # Returns the text of ids that contain no special id.
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
     # The content of the files beside `file`, by name, which are kept with it.
     beside: Mapping[str, bytes] = dataclasses.field(repr=False, default_factory=dict)
@@ -165,8 +166,8 @@ def _with_special(
 ) -> TextTokenizer:
     """Returns the tokenizer of a file with this content, with RoBERTa's template.
 
-    `special` has the ids before a text, after it, and of the padding; for None, there is a new id
-    after those of the file. If `beside` is None, the files beside `path` are read.
+    `special` has three ids: before a text, after a text, and of padding. If an id is None, a new id
+    is added after the ids of the file. If `beside` is None, the files beside `path` are read.
     """
     known: list[int] = []
     for id in special:

@@ -4,8 +4,8 @@ A store is a directory:
 
     tokens.bin      the tokens of all documents; little-endian uint8, uint16 or uint32
     rows.npz        offsets int64 [documents + 1]; bytes, characters, words, lost: int64
-                    [documents]; names, a JSON list in UTF-8; of pairs and conversations, spans
-                    int64 [spans, 3]: the document, start and stop of the tokens that are scored
+                    [documents]; names, a JSON list in UTF-8; for pairs and conversations also
+                    spans, int64 [spans, 3]: document, start and stop of the scored tokens
     manifest.json   counts, settings and hashes; written last
 
 Documents are encoded chunk by chunk. The chunks of several documents are encoded together, so that
@@ -22,8 +22,8 @@ that is killed loses only the last documents:
     spans.bin      the spans, int64 [spans, 3]
     progress.json  the sizes of these files at the last commit (a flush to the disk), and counts
 
-If that directory has a file progress.json, a new writer cuts the files to the sizes that it names,
-and continues there.
+If that directory has a file progress.json, a new writer cuts the other files to the sizes that
+progress.json names, and appends further documents.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ _WIDE_SPACE = re.compile(
 
 
 class Chunk(NamedTuple):
-    """A part of a document. Only a document without text has a chunk without text."""
+    """A part of a document: a text, or a special token. An empty document is one empty chunk."""
 
     name: str | None  # the name of the document if this is its first chunk
     text: str
@@ -84,7 +84,10 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chun
 
 
 def _batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[list[Chunk]]:
-    """Yields chunks in lists of about `BATCH` characters, then []; a document's first names it."""
+    """Yields chunks in lists of about `BATCH` characters, and [] at the end.
+
+    The first chunk of each document has the name of the document.
+    """
     batch: list[Chunk] = []
     size = 0
     for document in documents:
@@ -161,8 +164,8 @@ class Counter:
         return len(data)
 
     def end(self, writer: "Writer") -> None:
-        # The last span includes the position after the last token, where the end token is scored,
-        # unless the text itself ends with a special token.
+        # The last span is extended by the position after the last token, so that the end token is
+        # scored there. If the text itself ends with a special token, the span is not extended.
         if self._spans and not self._is_special:
             self._spans[-1][1] += 1
         writer.add_spans(self._spans)
@@ -221,10 +224,10 @@ def committed(directory: Path) -> Commit | None:
 
 
 class Writer:
-    """Appends documents to the files of an unfinished token store, after those of its last commit.
+    """Appends documents to the files of an unfinished token store, after its last commit.
 
-    `documents`, `bytes` and `unknown` are the numbers of documents, and of their bytes and unknown
-    tokens.
+    `documents` is the number of documents; `bytes` and `unknown` are the numbers of bytes and of
+    unknown tokens in them.
     """
 
     def __init__(self, directory: Path, dtype: np.dtype):
@@ -294,11 +297,11 @@ class Writer:
 class TokenStore(stores.Store):
     """Tokenized documents on disk.
 
-    The fingerprint is the SHA-256 of the tokens, the offsets and the tokenizer, but not of the
-    names.
+    The fingerprint is the SHA-256 of the tokens, the offsets, the spans and the tokenizer, but not
+    of the names.
     """
 
-    tokens: OnDisk | np.ndarray  # uint [tokens] of all documents, which are read when indexed
+    tokens: OnDisk | np.ndarray  # uint [tokens], of all documents; read when indexed
     offsets: np.ndarray  # int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]]
     bytes: np.ndarray  # int64 [documents], of the UTF-8 text
     characters: np.ndarray  # int64 [documents], Unicode code points
@@ -308,7 +311,7 @@ class TokenStore(stores.Store):
     # int64 [spans, 3]: a document, and the start and stop of tokens in it that are scored; None if
     # all tokens are scored. The end token is scored if the position after the text is in a span.
     spans: np.ndarray | None = None
-    # The id that readers add to documents as the last token, unless spans leave it out; -1 for none
+    # The id of the end token, which readers add to documents unless spans leave it out; -1 for none
     end_id: int = -1
 
     @classmethod
@@ -341,7 +344,7 @@ class TokenStore(stores.Store):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each document with its end token, int64 [documents]."""
+        """Number of tokens of each document, including an end token, int64 [documents]."""
         return np.diff(self.offsets) + (self._have_ends if self.end_id >= 0 else 0)
 
     @functools.cached_property
@@ -367,12 +370,15 @@ class TokenStore(stores.Store):
         return self.scored(np.array(document), np.arange(self.lengths[document]))
 
     def scored(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Returns a bool array that is True for tokens that are scored. The arguments, which
-        broadcast, are the index of each token's document and the token's position in it.
+        """Returns a bool array that is True for tokens that are scored.
+
+        `document` has the index of each token's document, and `position` the index of the token in
+        this document. The shapes of the two arrays are broadcast.
         """
         if self.spans is None:
             return np.ones(np.broadcast_shapes(document.shape, position.shape), bool)
-        # `place` numbers the positions in all documents, n + 1 in a document of n tokens.
+        # `place` is an index among the positions of all documents. A document of n tokens has n + 1
+        # positions, because an end token may follow.
         owner, start, stop = self.spans.T
         first = self.offsets[owner] + owner
         place = self.offsets[document] + document + position
@@ -403,14 +409,14 @@ def write(
 ) -> TokenStore:
     """Tokenizes documents, chunk by chunk, writes them to a new token store, and opens it.
 
-    If writing is interrupted, the directory has no manifest and cannot be opened. Callers write to
-    a temporary directory of `manifests.atomic_directory`.
+    If writing is interrupted, the directory has no manifest and cannot be opened. Callers therefore
+    write to a temporary directory of `manifests.atomic_directory`.
 
     Args:
       settings: further entries of the manifest, such as the sources.
       progress: called with the number of UTF-8 bytes of each chunk.
-      partial: a directory for the files of the unfinished store (see `Writer`),
-        whose documents are not tokenized again. None uses a directory in `directory`.
+      partial: a directory for the files of the unfinished store (see `Writer`). Documents that
+        these files contain already are not tokenized again. None uses a directory in `directory`.
     """
     directory = Path(directory)
     manifests.make_empty(directory)
@@ -498,7 +504,7 @@ def ids_dtype(vocab_size: int) -> np.dtype:
 
 
 def stored_dtype(manifest: Mapping[str, Any]) -> np.dtype:
-    """Returns the dtype of a store's tokens from its manifest; raises ValueError if unknown."""
+    """Returns the dtype of tokens that a manifest names; raises ValueError for other dtypes."""
     if manifest["dtype"] not in _DTYPES:
         raise ValueError(f"dtype is {manifest['dtype']!r}, none of {', '.join(_DTYPES)}")
     return np.dtype(manifest["dtype"])

@@ -1,8 +1,9 @@
 """Opens sentencepiece models and tokenizer.json files, and reports faults of these files.
 
-Before a foreign tokenizer is opened, it is tried: a child process opens it, and encodes and decodes
-some texts, which show how much memory and time it takes for usual characters. Some rules of a
-normalizer concern only rare characters, so the trial also limits how much rules lengthen a text.
+Before brt opens a foreign tokenizer, the tokenizer is tried: a child process with limited memory
+and time opens it, and encodes and decodes some texts of usual characters. Some rules of a
+normalizer concern only rare characters, which these texts lack. Therefore the trial also computes
+from the rules how much they lengthen a text, and limits this factor.
 """
 
 import base64
@@ -27,8 +28,8 @@ _SENTENCEPIECE = b"sentencepiece"
 _NAMES = {
     "'bytes'": "bytes", "'path/to/file.model'": ".model", "'path/to/tokenizer.json'": ".json",
 }  # fmt: skip
-# The rules of a tokenizer may together lengthen a text at most by this factor. Normalizing to NFKC
-# lengthens one character by a factor of 11.
+# The rules of a tokenizer may together lengthen a text at most by this factor. For comparison: the
+# normalization to NFKC makes one character 11 times as long.
 GROWTH = 256
 LONGEST = 1 << 14  # The text of one id may have at most this number of bytes.
 _CHUNK = 4096
@@ -42,7 +43,7 @@ T = TypeVar("T")
 def load(name: str, readers: Mapping[str, Callable[[Path], T]]) -> T:
     """Returns the tokenizer of a name, which is "bytes" or the path of a file.
 
-    `readers` has the functions that open a tokenizer, by "bytes" or the suffix of the file. A name
+    `readers` maps "bytes" and suffixes of files to the functions that open such a tokenizer. A name
     without a reader raises ConfigError.
     """
     kind = "bytes" if name == "bytes" or Path(name).name == BYTES else Path(name).suffix
@@ -94,7 +95,7 @@ def _check(path: Path, content: bytes) -> None:
 
 
 def trust(content: bytes) -> None:
-    """Notes that brt has trained this sentencepiece model, which is therefore not tried."""
+    """Notes that brt itself has trained a sentencepiece model, so that `_check` does not try it."""
     bounded.trust(bounded.key(_SENTENCEPIECE, content))
 
 
@@ -179,7 +180,7 @@ def _try_json(content: bytes) -> None:
     tokenizer = _plain(content)
     pieces = tokenizer.get_vocab()
     _check_growth("piece", max(map(_length, pieces), default=0), LONGEST)
-    # What the library has understood is checked, and not the file.
+    # The checks read the rules from the library, which may understand the file in its own way.
     _check_growth("normalizer", _growth(tokenizer.normalizer), GROWTH)
     _check_growth("decoder", _growth(tokenizer.decoder), GROWTH)
     for text in TRIED:
@@ -191,8 +192,9 @@ def _try_json(content: bytes) -> None:
 
 def _growth(part: Any) -> float:
     """Returns the largest factor by which a normalizer or decoder lengthens texts."""
-    # Only rules whose settings can limit them to some characters are measured here, because the
-    # texts of TRIED may lack these characters. All other rules are tried with these texts.
+    # Some rules concern only characters that their settings name. The texts of TRIED may lack these
+    # characters, so the growth by such rules is computed from the settings. All other rules count
+    # as 1 here, because the trial applies them to the texts of TRIED.
     return _factor(untrusted.parse_json(part.__getstate__())) if part else 1.0
 
 
@@ -213,7 +215,7 @@ def _factor(rule: dict[str, Any]) -> float:
 
 
 def _longest_replacement(charsmap: bytes) -> int:
-    """Returns the length of the longest text in the table of characters of sentencepiece."""
+    """Returns the length of the longest replacement in sentencepiece's table of characters."""
     # The table consists of 4 bytes with the size of a trie, the trie, and the texts, which end with
     # NUL.
     start = 4 + int.from_bytes(charsmap[:4], "little")

@@ -97,7 +97,10 @@ def train_sentencepiece(
 def _sample(
     pieces: Iterable[bytes], max_bytes: int, rng: random.Random
 ) -> tuple[list[bytes], Coverage]:
-    """Samples at most `max_bytes` of the pieces, with equal probability, in one pass."""
+    """Returns random pieces of together at most `max_bytes` bytes, and the sample's coverage.
+
+    All pieces have the same probability, and are read once.
+    """
     sample: list[tuple[float, bytes]] = []
     seen = total = 0
     threshold = 1.0

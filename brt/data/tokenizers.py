@@ -53,8 +53,8 @@ def end_of_word(text: str, start: int, stop: int) -> int:
 
     The pre-tokenizers of all byte-level tokenizers cut a text at a space between two ASCII letters,
     whatever text precedes and follows, so the end of the chunk does not change the ids. The chunk
-    ends before the last such space before `stop`, or without one where `end_of_line` says. `text`
-    must have a character at `stop`.
+    ends before the last of these spaces that lies before `stop`. If there is none, it ends where
+    `end_of_line` says. `text` must have a character at `stop`.
     """
     space = stop
     while (space := text.rfind(" ", start + 1, space)) >= 0:
@@ -67,7 +67,10 @@ def end_of_word(text: str, start: int, stop: int) -> int:
 def cut(
     chunks: Iterable[str], size: int, end: Callable[[str, int, int], int] = end_of_line
 ) -> Iterator[str]:
-    """Cuts a text, read in parts, into chunks of at most `size` characters; `end` says where."""
+    """Cuts a text, read in parts, into chunks of at most `size` characters.
+
+    `end` returns the end of a chunk, as `end_of_line` does.
+    """
     text = ""
     for chunk in chunks:
         text += chunk
@@ -136,14 +139,21 @@ class Tokenizer(abc.ABC):
         return np.frombuffer(b"".join(self._bytes), np.uint8), np.cumsum(lengths) - lengths, lengths
 
     def _read(self, path: Path, stored: str) -> bytes:
-        """Returns a file's content; sets `path`, `name`, `beside`, and `file` (named `stored`)."""
+        """Returns the content of a tokenizer's file; sets `path`, `name`, `file` and `beside`.
+
+        `stored` is the name under which brt stores the file.
+        """
         content = tokenizer_files.read(path)
         self.path, self.name = path, path.name
         self.file, self.beside = (stored, content), originals.read(path)
         return content
 
     def _begin(self, said: special_tokens.Statements, default: int, added: list[Added]) -> int:
-        """Sets fingerprint and BOS (`default` if no file names one, -1 for none); returns BOS."""
+        """Sets `bos_id`, `notes` and `fingerprint`, and returns `bos_id`.
+
+        `said` is what files say of special tokens. If they name no BOS, `bos_id` is `default`; -1
+        stands for no BOS. `added` are tokens that only these files name.
+        """
         self.bos_id, self.notes = special_tokens.beginning(said, self._id_of, default)
         identity = special_tokens.identity(self.file[1], self.bos_id, default, added)
         self.fingerprint = hashlib.sha256(identity).hexdigest()
@@ -205,7 +215,7 @@ def decode(tokenizer: Tokenizer, ids: Ids) -> str:
 class StreamDecoder:
     """Decodes a text token by token; a character is returned when its last byte is known.
 
-    `unfinished` has the first bytes of a character, with which the text before the ids ends.
+    `unfinished` are the bytes of an incomplete character at the end of the preceding text.
     """
 
     def __init__(self, tokenizer: Tokenizer, unfinished: bytes = b""):
@@ -232,9 +242,9 @@ SPACE = "\u2581"  # This character represents a space in the pieces of sentencep
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model, without its dummy prefix and whitespace removal; see `Tokenizer`.
 
-    These would change every chunk of a text. Without them, a model with byte fallback and identity
-    normalisation, such as `train_sentencepiece` makes, reproduces every text exactly. A piece never
-    crosses the end of a chunk.
+    The prefix and the removal would change every chunk of a text. Without them, a model with byte
+    fallback and identity normalisation, such as `train_sentencepiece` makes, reproduces every text
+    exactly. A piece never crosses the end of a chunk.
     """
 
     def __init__(self, path: Path | str):
@@ -285,7 +295,10 @@ class SentencePieceTokenizer(Tokenizer):
             return self._processor.encode(chunks, return_type="numpy")
 
     def _with_spaces(self, chunk: str) -> np.ndarray:
-        """Returns the ids of a chunk with ▁, encoded as bytes, because its piece means a space."""
+        """Returns the ids of a chunk that contains the character ▁.
+
+        This character is encoded as bytes, because the piece ▁ stands for a space.
+        """
         first, *others = chunk.split(SPACE)
         found = [self._processor.encode(first, return_type="numpy")]
         for part in others:
@@ -381,7 +394,7 @@ class ByteLevelTokenizer(Tokenizer):
         return i if known or not self._bytes[i] else None
 
     def _check_bytes(self, texts: list[str]) -> None:
-        """Refuses texts with bytes that no piece stands for: they would be dropped silently."""
+        """Refuses texts with bytes that have no piece, because they would be dropped silently."""
         for text in texts:
             data = text.encode()
             if len(data.translate(None, self._missing)) < len(data):
@@ -393,7 +406,7 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 def _add_missing(path: Path, tokenizer: Any, said: special_tokens.Statements) -> list[Added]:
-    """Adds the tokens that only other files name to a tokenizer, and returns these tokens."""
+    """Adds to a tokenizer those tokens that only other files name, and returns these tokens."""
     from tokenizers import AddedToken
 
     size = tokenizer.get_vocab_size()
@@ -459,7 +472,7 @@ def _loses(path: Path | str, why: str = "") -> DataError:
 
 
 def _bytes_of(path: Path | str, piece: str, added: Any) -> bytes:
-    """Returns the bytes of `added` or, if it is None, of a piece in GPT-2's notation."""
+    """Returns the bytes of the token `added` or, without one, of a piece in GPT-2's notation."""
     if added:
         return b"" if added.special else added.content.encode()
     try:

@@ -54,7 +54,7 @@ def shape_of(mesh: MeshSettings, devices: int) -> dict[str, int]:
 
 
 def nearest(wanted: int, number: int) -> int:
-    """Returns the divisor of `number` nearest to `wanted`, the smaller of two that are as near."""
+    """Returns the divisor of `number` nearest to `wanted`; of two equally near, the smaller one."""
     return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - wanted))
 
 
@@ -63,7 +63,7 @@ def build(
 ) -> jax.sharding.Mesh:
     """Returns the mesh that the settings describe, made of the first of `devices` (None: all).
 
-    `needs` are the sizes that the devices have to divide.
+    ConfigError is raised if the numbers of devices do not divide the sizes in `needs`.
     """
     devices = jax.devices() if devices is None else devices
     shape = shape_of(mesh, len(devices))
@@ -85,9 +85,10 @@ def build(
 def _slices(
     count: int, shape: Mapping[str, int], devices: Sequence[jax.Device]
 ) -> list[list[jax.Device]]:
-    """Returns the devices of each slice; there must be `count` slices, or any number if it is 0.
+    """Returns the devices of each slice; there must be `count` slices (0: any number of slices).
 
-    Devices that do not name their slice, such as CPUs, are divided into slices in their order.
+    Devices that do not name their slice, such as CPUs, are divided in their order into `count`
+    slices.
     """
     by_slice: dict[int, list[jax.Device]] = {}
     for device in devices:
@@ -111,16 +112,20 @@ def _slices(
 
 
 def slice_of(device: Any) -> int:
-    """Returns the number of the TPU slice of a `jax.Device`, and 0 for other devices.
+    """Returns the index of the slice to which a TPU (`jax.Device`) belongs; 0 for other devices.
 
-    XLA also counts each host with GPUs as a slice, although fast networks may connect hosts.
+    The slice index of GPUs is ignored: XLA counts each host as a slice, although fast networks may
+    connect the hosts.
     """
     is_tpu = getattr(device, "platform", "") == "tpu"
     return (getattr(device, "slice_index", None) or 0) if is_tpu else 0
 
 
 def described(mesh: jax.sharding.Mesh) -> dict[str, int]:
-    """Returns a mesh's sizes, for checkpoints; a run that resumes with others rounds otherwise."""
+    """Returns the sizes of a mesh, which checkpoints store.
+
+    If a run resumes with other sizes, it rounds differently.
+    """
     return {**mesh.shape, "slices": len({slice_of(device) for device in mesh.devices.flat})}
 
 
@@ -132,7 +137,7 @@ def format_mesh(mesh: Mapping[str, int]) -> str:
 def describe_indivisible_size(shape: Mapping[str, int], needs: DivisibleSizes) -> str | None:
     """Returns an error message about a size in `needs` that devices cannot share, or None.
 
-    `shape` is the number of devices along each axis of the mesh.
+    `shape` maps each axis of the mesh to the number of devices along the axis.
     """
     for name, (what, size) in needs.items():
         over = {axis: shape[axis] for axis in RULES[name] if shape[axis] > 1}
@@ -158,7 +163,7 @@ def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
 
 @contextlib.contextmanager
 def use(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Context in which `mesh`, unless it has one device, is JAX's current mesh."""
+    """Context in which `mesh` is JAX's current mesh; a mesh of one device changes nothing."""
     with contextlib.nullcontext() if mesh.size == 1 else jax.set_mesh(mesh):
         yield
 
@@ -175,8 +180,8 @@ def place_like(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
     """
     # The function prevents a second compilation. jax.jit compiles a program again if an argument
     # that was not committed to a device becomes committed. The initial state of a loop over
-    # segments is not committed, but the state that the program returns for the next segment is, so
-    # the loop would otherwise compile its program twice.
+    # segments is not committed, but the state that the program returns for the next segment is
+    # committed. Without this function, the loop would therefore compile its program twice.
     sharding = jax.tree.leaves(params)[0].sharding
     if sharding.num_devices > 1:
         return tree
@@ -214,9 +219,14 @@ def global_array(
 def mesh_for_evaluation(mesh: MeshSettings, needs: DivisibleSizes) -> MeshSettings:
     """Returns the settings of a mesh with which this machine can evaluate a trained run.
 
-    If there are enough devices, this is the mesh of the run, otherwise a mesh that shards the
-    parameters in the same way, or over all devices of each slice, or a mesh of one device. Of the
-    sizes in `needs`, only the number of heads has to be divisible.
+    The result is the first of these meshes that the devices of this machine allow:
+
+    - the mesh of the run
+    - a mesh of all devices that shards the parameters as the run does
+    - a mesh that shards the parameters over all devices of each slice
+    - one device
+
+    Of the sizes in `needs`, only the number of heads has to be divisible.
     """
     devices, slices = len(jax.devices()), len({slice_of(device) for device in jax.devices()})
     inner = {axis: max(getattr(mesh, axis), 1) for axis in AXES[1:]}

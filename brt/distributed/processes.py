@@ -36,7 +36,8 @@ class Heartbeat:
     """Threads that publish this process's heartbeat and watch the heartbeats of other processes.
 
     This process exits if the heartbeat of another process stops. `client` is the client of JAX's
-    key-value service, and `peer` a function from the index of a process to its name in messages.
+    key-value service. The function `peer` takes the index of a process, and returns the name that
+    messages give to the process.
     """
 
     # Returns the current activity of this process, such as "stepping after step 3", which the other
@@ -65,8 +66,8 @@ class Heartbeat:
     def close(self) -> None:
         """Stops the threads, so that this process no longer exits when another process ends."""
         self._over = True
-        # Python aborts if it exits while a thread is inside the code of the key-value service (see
-        # `runtime.leave`).
+        # This call waits for the threads, because Python aborts if it exits while a thread is
+        # inside the code of the key-value service (see `runtime.leave`).
         self._threads.close()
 
     def _beat(self) -> None:
@@ -88,8 +89,8 @@ class Heartbeat:
         for index, (beat, last_time) in sorted(self._seen.items()):
             silent = time.monotonic() - last_time
             reason = self._stopped.get(index)
-            # Processes other than 0 that never had a heartbeat are left to the next
-            # `processes.gather`.
+            # If a process other than 0 has not published its first heartbeat, it may still be
+            # starting. The next call of `gather` notices if it is dead.
             if index == self._index or not (beat or index == 0):
                 continue
             if silent > (GRACE_SECONDS if reason else HEARTBEAT_SECONDS):
@@ -150,8 +151,8 @@ class Launch(NamedTuple):
 def start(launch: Launch) -> None:
     """Connects this process to the other processes of the run and starts the heartbeat.
 
-    The function does nothing if the process is the only one. It must precede any use of devices.
-    PeerError is raised if not all processes connected.
+    The function does nothing if the process is the only one. It must be called before any use of
+    devices. PeerError is raised if not all processes connect in time.
     """
     flags = launch[:3]
     if any(flag is not None for flag in flags):
@@ -176,8 +177,8 @@ def start(launch: Launch) -> None:
     try:
         jax.distributed.initialize(
             address, count, index, initialization_timeout=RENDEZVOUS_SECONDS + 60,
-            # JAX's heartbeat aborts without a clear message. It therefore gets twice the time of
-            # brt's heartbeat, which ends the process with a message.
+            # JAX's heartbeat aborts the process without a clear message. It therefore gets twice
+            # the time of brt's heartbeat, which ends the process earlier, with a message.
             heartbeat_timeout_seconds=2 * HEARTBEAT_SECONDS, shutdown_timeout_seconds=30,
         )  # fmt: skip
     except Exception as error:  # Libraries such as kubernetes raise errors of their own classes.
@@ -284,10 +285,10 @@ def peer(index: int) -> str:
 
 
 def gather(name: str, text: str) -> list[str]:
-    """Returns the texts that all processes pass under the same name, by the processes' indices.
+    """Returns the texts that all processes pass under a name, in the order of their indices.
 
     The call waits until all processes have called the function with this name. PeerError is raised
-    if one has stopped, or does not answer for PATIENCE_SECONDS.
+    if a process has stopped, or does not call the function within PATIENCE_SECONDS.
     """
     if not several():
         return [text]
@@ -332,7 +333,7 @@ def wait_for_all(name: str) -> None:
 
 
 def from_first(value: Any, name: str = "decision") -> Any:
-    """Returns, on all processes, the JSON value that process 0 passes under the same name."""
+    """Returns, on all processes, the JSON value that process 0 passes under this name."""
     return json.loads(gather(name, json.dumps(value))[0])
 
 
@@ -386,7 +387,10 @@ def check_shared(directory: Any) -> None:
 
 
 def _leave() -> None:
-    """Disconnects. Process 0 first waits for the others, because the service ends with it."""
+    """Disconnects this process. Process 0 only waits until the others have disconnected.
+
+    The key-value service, which the others need for this, ends with process 0.
+    """
 
     def wait_for_others() -> None:  # It may never return if a process hangs.
         with contextlib.suppress(Exception):
@@ -406,7 +410,7 @@ def explain_peer_errors() -> Iterator[None]:
     """Context that raises PeerError if a collective operation fails because another process ended.
 
     If this process fails inside the context, it tells the other processes. At the end of the
-    context, this process disconnects from the other processes; process 0 first waits until the
+    context, this process disconnects from the other processes. Process 0 waits instead until the
     others have disconnected.
     """
     try:
@@ -462,7 +466,8 @@ class AgreedRequest:
         """Returns the reason of the request if this process must carry it out now; otherwise None.
 
         All processes must call the method equally often, because they agree on the call at which to
-        act. PeerError is raised if one does not answer. A single process acts at once.
+        act. PeerError is raised if another process does not answer. If there is only one process,
+        it acts at once.
         """
         if not self._thread.ident:
             return self._requester()
@@ -489,8 +494,8 @@ class AgreedRequest:
         """Stops the thread; `reason_if_due` must not be called any more."""
         self._over = True
         self._done.set()
-        # Python aborts if it exits while a thread is inside the code of the key-value service (see
-        # `runtime.leave`).
+        # The thread is waited for, because Python aborts if it exits while a thread is inside the
+        # code of the key-value service (see `runtime.leave`).
         if self._thread.ident:
             runtime.join(self._thread)
 

@@ -1,8 +1,8 @@
 """Sharding rules: every axis of every array has a name, and a table maps names to mesh axes.
 
 The code that creates an array names the array's axes; for parameters this is
-`brt.layers.basic.parameter`. An axis whose name is None is not sharded, nor is one whose size the
-number of devices does not divide. The code calls a row of the batch a lane. The current mesh is the
+`brt.layers.basic.parameter`. An axis is not sharded if its name is None, or if the number of
+devices does not divide its size. The code calls a row of the batch a lane. The current mesh is the
 mesh that the context `brt.distributed.mesh.use` has set for the traced code.
 """
 
@@ -55,7 +55,7 @@ STACKS = ("layers", "experts")
 
 
 def spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns the partition spec that RULES gives an array, by the names of its axes, on `mesh`.
+    """Returns the partition spec on `mesh` that RULES gives an array whose axes have these names.
 
     ValueError is raised if the same axis of the mesh would shard two axes of the array.
     """
@@ -87,7 +87,7 @@ def check_names(names: Names, shown: str) -> None:
 
 
 def parameter_spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns the partition spec of a parameter: that of `spec`, or replicated for a vector."""
+    """Returns the partition spec of a parameter: `spec` for a matrix; vectors are replicated."""
     return spec(names, shape, mesh) if is_matrix(names) else PartitionSpec()
 
 
@@ -100,7 +100,11 @@ def is_matrix(names: Names) -> bool:
 
 
 def _devices(axis: str, mesh: Mesh) -> int:
-    """Returns the number of devices along a mesh axis, or 1 inside a replica or a group."""
+    """Returns the number of devices along a mesh axis over which XLA partitions the traced code.
+
+    The result is 1 if the code sees only the rows of one index of the axis: for the manual axes of
+    a `shard_map`, and for the axis REPLICAS inside of a group (`in_group`).
+    """
     inside = axis in getattr(mesh, "manual_axes", ()) or (axis == REPLICAS and in_group())
     return 1 if inside else mesh.shape[axis]
 
@@ -139,7 +143,7 @@ def round_up(name: str, size: int) -> int:
 
 
 def is_sharded(name: str) -> bool:
-    """Returns True if the current mesh has several devices along the axes that shard this name."""
+    """Returns True if an axis called `name` may be sharded over devices of the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and any(_devices(axis, mesh) > 1 for axis in RULES[name])
 
@@ -147,9 +151,9 @@ def is_sharded(name: str) -> bool:
 def can_merge_axes(axes: int) -> bool:
     """Returns True if merging an array's first `axes` axes surely moves no data between devices.
 
-    The first of these axes is the rows of the batch; the names of the others are not known. This is
-    certain if the code is not partitioned, or if at most two axes are merged and the mesh shards no
-    axis called "tokens", "embed" or "heads".
+    The first of these axes is the rows of the batch; the names of the others are not known. No data
+    are moved if the code is not partitioned. The same holds if at most two axes are merged, and the
+    mesh shards no axis called "tokens", "embed" or "heads".
     """
     only_lanes = not any(map(is_sharded, ("tokens", "embed", "heads")))
     return not partitioned() or (axes <= 2 and only_lanes)
@@ -195,9 +199,9 @@ def gathered(x: Array, dtype: jnp.dtype, names: Names) -> Array:
     """Returns a parameter for a matrix product, gathered along axes called "embed"."""
     # Without this constraint, XLA may multiply with the shards of a parameter one after the other,
     # and move, add up and copy the partial products, which takes longer than one product. The
-    # parameter is gathered in the dtype of the product, which rounds its numbers as the product
-    # would do, and is returned in its own dtype. Its gradient is not rounded, and is summed over
-    # devices as a whole, because XLA would also compute a sharded gradient shard by shard.
+    # parameter is rounded to the dtype of the product, as the product would do, then gathered, and
+    # returned in its own dtype. The gradient is not rounded. It is constrained, too, because XLA
+    # would otherwise compute it shard by shard; as a whole, it is summed over devices at once.
     return _gathered(x, dtype, names) if is_sharded("embed") else x
 
 

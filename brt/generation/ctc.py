@@ -1,8 +1,8 @@
 """CTC decoding: finds token sequences, given log probabilities of tokens at each frame of an input.
 
-CTC assigns a token or a blank to each frame, which is called an alignment. The text of an alignment
-is obtained by merging repeated tokens and removing blanks. In shapes, X is the number of frames and
-C the number of tokens, of which the last is the blank.
+CTC assigns a token or a blank to each frame. Such an assignment is called an alignment, and its
+text is obtained by merging repeated tokens and removing blanks. In shapes, X is the number of
+frames and C the number of tokens. The last of the C tokens is the blank.
 """
 
 from typing import NamedTuple
@@ -34,19 +34,20 @@ def collapse(alignment: Int[np.ndarray, " X"], blank: int) -> Tokens:
 
 
 class _Beam(NamedTuple):
-    """Prefixes with the log probabilities of their alignments to the frames so far."""
+    """N prefixes, and the log probabilities (float64) of their alignments to the frames so far."""
 
     prefixes: list[Tokens]  # the token sequences
-    blank: Float[np.ndarray, " N"]  # of the alignments that end with a blank, float64
-    token: Float[np.ndarray, " N"]  # of those that end with the prefix's last token, float64
+    blank: Float[np.ndarray, " N"]  # log probability of the alignments that end with a blank
+    # Log probability of the alignments that end with the last token of the prefix.
+    token: Float[np.ndarray, " N"]
 
 
 def prefix_beam_search(log_probs: LogProbs, beams: int) -> list[Hypothesis]:
     """Returns the most likely token sequences, best first.
 
     The probability of a sequence is the sum of the probabilities of all its alignments to the
-    frames. The algorithm is the prefix search by Graves (2012) and Hannun (2014), computed in
-    float64, which keeps `beams` prefixes from frame to frame. The result is exact if `beams` is at
+    frames. The algorithm is the prefix search by Graves (2012) and Hannun (2014). It is computed in
+    float64, and keeps `beams` prefixes from frame to frame. The result is exact if `beams` is at
     least the number of possible sequences.
     """
     beam = _Beam([()], np.zeros(1), np.full(1, -np.inf))
@@ -68,7 +69,7 @@ def _step(beam: _Beam, frame: Float[np.ndarray, " C"], beams: int) -> _Beam:
     repeats = np.flatnonzero(last >= 0)
     longer[repeats, last[repeats]] = beam.blank[repeats] + frame[last[repeats]]
     index = {prefix: i for i, prefix in enumerate(prefixes)}
-    # An extension may equal another prefix of the beam. Its probability is added to that prefix.
+    # If an extension equals another prefix of the beam, its probability is added to that prefix.
     for i, prefix in enumerate(prefixes):
         if prefix and (shorter := index.get(prefix[:-1])) is not None:
             stays[i] = np.logaddexp(stays[i], longer[shorter, prefix[-1]])

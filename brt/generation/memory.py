@@ -1,12 +1,12 @@
 """The memory of a session, and the compiled programs of a session as pure functions of its memory.
 
 The memory is the complete state of a text that is read and generated. It can be stored in a file,
-so that the text can be continued later. The open block is the last block of a text until it is
-full, when layers update their caches and recurrent states.
+so that the text can be continued later. The last block of a text is called the open block as long
+as it is not full. When it is full, layers update their caches and recurrent states.
 
 In shapes, B is the number of lanes (texts that are generated in parallel), T the number of tokens
-that are read, C the number of tokens of an array for a prompt and its continuation, and V the
-number of tokens in the vocabulary.
+that are read, C the length of the rows that hold a prompt and its continuation, and V the number of
+tokens in the vocabulary.
 """
 
 import codecs
@@ -35,8 +35,8 @@ from brt.types import Variables
 # One call of the compiled program that reads or writes token by token handles at most this many
 # tokens.
 CHUNK = 16
-# This number takes the place of tokens after the end of a text whose lane goes on because the text
-# of another lane has not ended. The model reads end tokens there.
+# Lanes whose text has ended go on until the texts of all lanes have ended. After the end of its
+# text, a lane returns this number in place of tokens, and the model reads end tokens there.
 NO_TOKEN = -1
 _FORMAT = 2  # of the files that `save` writes
 _IDENTITY = 1 << 20  # The description of the model in a file has at most this many bytes.
@@ -55,8 +55,8 @@ class Memory(NamedTuple):
     # has a random number of its own.
     count: Int[Array, " B"]  # type: ignore[assignment]  # hides a method of tuple
     ended: Bool[Array, " B"]  # True for texts that end with a generated token of Model.end_ids
-    # The first bytes of a UTF-8 character at the end of a text, of which the next tokens have the
-    # rest; zeros follow them.
+    # If a text ends within a UTF-8 character, the first bytes of this character, and zeros after
+    # them. The next tokens have the rest of the character.
     unfinished: UInt8[Array, "B 3"]
 
     def unfinished_bytes(self) -> list[bytes]:
@@ -85,13 +85,14 @@ def new_memory(decoder: Decoder, lanes: int, variables: Variables) -> Memory:
 
 
 def unprepared(memory: Memory) -> Memory:
-    """Returns the memory without what `prepare` has added, which only decode steps need."""
+    """Returns the memory without the arrays that `prepare` adds for decode steps."""
     return memory._replace(block=without_ready(memory.block))
 
 
 def map_lanes(function: Callable[..., Array], memory: Memory, *others: Memory) -> Memory:
-    """Returns a memory with `function(*arrays, axis=axis)` for each array of `memory` and the same
-    arrays of `others`. `axis` is that of lanes: 1 in `Memory.block`, after layers, 0 elsewhere.
+    """Calls `function(*arrays, axis=axis)` for each array of `memory` together with the same array
+    of each of the `others`, and returns the results as a memory. `axis` is the axis of lanes: 1 in
+    `Memory.block`, where axis 0 is that of layers, and 0 elsewhere.
     """
     rest = (memory._replace(block=()) for memory in (memory, *others))
     blocks = (memory.block for memory in (memory, *others))
@@ -169,7 +170,9 @@ def load(path: Path, old: Memory, block_length: int, identity: Mapping[str, obje
 
 
 def _described(arrays: Mapping[str, untrusted.LazyArray], leaves: int) -> list[Any]:
-    """Returns the `leaves` arrays of a memory in a file, unread; ValueError if it has others."""
+    """Returns the arrays of a memory in a file without reading them; `leaves` is their number.
+    Raises ValueError if the file has other arrays.
+    """
     names = [f"leaf{i}" for i in range(leaves)]
     if {*arrays} - {*names, "identity"}:
         raise ValueError("it has other arrays")
@@ -218,7 +221,7 @@ def advance(
     memory: Memory,
     tokens: Int[Array, " B"] | Int[Array, "B T"],
 ) -> Memory:
-    """Returns the memory after one token of every lane, or T tokens (`chunk_size`), was read."""
+    """Returns the memory after every lane has read one token, or T tokens (`chunk_size`)."""
     # If the open block is full afterwards, the caller ends it.
     inputs = tokens, memory.state, memory.block, memory.position
     next_logits, block = _call(decoder, variables, "decode_step", *inputs)
@@ -239,7 +242,9 @@ def end_block(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
 def end_lane(
     decoder: Decoder, variables: Variables, memory: Memory, lane: Int[Array, ""]
 ) -> Memory:
-    """Returns the memory after a lane's full block has ended; it is prepared before and after."""
+    """Returns the memory after the full block of one lane has ended. Both `memory` and the result
+    have what `prepare` adds.
+    """
     own = map_lanes(partial(jax.lax.dynamic_slice_in_dim, start_index=lane, slice_size=1), memory)
     own = prepare(decoder, variables, end_block(decoder, variables, unprepared(own)))
     return map_lanes(
@@ -258,7 +263,9 @@ def prepare(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
 def read_segment(
     decoder: Decoder, variables: Variables, memory: Memory, tokens: Int[Array, "B T"]
 ) -> Memory:
-    """Returns the memory after whole blocks of tokens; before, the open block must be empty."""
+    """Returns the memory after `tokens`, which are whole blocks, were read. The open block of
+    `memory` must be empty.
+    """
     start = jnp.zeros((tokens.shape[0], tokens.shape[1] // decoder.model.block_length), bool)
     hidden, state, *_ = _call(decoder, variables, "__call__", tokens, memory.state, start)
     weights = output_weights(decoder.model, variables.params)
@@ -289,12 +296,13 @@ def read_and_write(
       known_ids: only ids below this number are sampled.
       memory: a memory that `prepare` has returned.
       tokens: the prompts, padded.
-      count: number of tokens of a prompt and of the sampled tokens after it together.
+      count: number of tokens of each lane, prompt and sampled tokens together.
       key: the random key of all lanes, or an array [B] of keys.
 
     Returns:
-      The new memory; an array that begins with the prompts and the sampled tokens; and the number
-        of these columns, which is less than `count` if all texts have ended (see `Session.write`).
+      The new memory; an array whose first columns are the prompts and the sampled tokens; and the
+        number of these columns. The number is less than `count` if all texts have ended (see
+        `Session.write`).
     """
     end_ids, keys = decoder.model.end_ids, jnp.broadcast_to(key, memory.count.shape)
 

@@ -208,9 +208,9 @@ def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B
 
 
 def choose(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[Array, " B"]:
-    """Returns the next token of each text, sampled; temperature 0 selects the most likely token.
+    """Samples the next token of each text. Temperature 0 selects the most likely token.
 
-    If `key` is an array of keys, one for each text, a text is sampled as if it were alone.
+    If `key` is an array of keys, one for each text, each text is sampled as if it were alone.
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -264,10 +264,11 @@ def beam_search(
 
     The arguments are those of `search`, and the semantics those of Hugging Face's `generate`
     (transformers 5). N hypotheses of each source are running. At every step, each of them is
-    continued by one token, and the 2N most likely continuations are considered, or (1 + E) N if E
-    tokens can end a text, so that N of them do not end. A continuation that ends becomes a finished
-    hypothesis if it is among the first N, and the N finished hypotheses with the best scores are
-    kept. The best N continuations that do not end become the running hypotheses.
+    continued by one token, and the (1 + E) N most likely continuations are considered, where E is
+    the number of tokens that can end a text. Thus at least N of the continuations do not end. A
+    continuation that ends becomes a finished hypothesis if it is among the N most likely ones. The
+    N finished hypotheses with the best scores are kept. The N most likely continuations that do
+    not end become the running hypotheses.
     `Decoding.early_stopping` determines when the search for a source is done.
     """
     penalties = length_penalties(decoding)
@@ -343,7 +344,8 @@ def _update_finished(
     broken: Bool[Array, " B"],
 ) -> Hypotheses:
     """Returns the N best of the old finished hypotheses and of the candidates that ended."""
-    # Scores become NaN for sources whose logits are (`broken`). Sources that are done stay as is.
+    # Sources that have NaN logits (`broken`) get the scores NaN. Sources that are done keep their
+    # old hypotheses.
     old, beams = search.finished, search.log_probs.shape[1]
     counts = candidates.ended & (jnp.arange(candidates.ended.shape[1]) < beams)[None]
     new = Hypotheses(
@@ -374,17 +376,17 @@ def _is_final(
 ) -> Bool[Array, " B"]:
     """Returns True for sources whose finished hypotheses cannot be improved by running ones.
 
-    `scores` are those of the finished hypotheses, -inf for missing ones; `best_running` is the
-    largest summed log probability of a running one, which has `written` tokens after the start
-    token.
+    `scores` are the scores of the finished hypotheses, -inf for missing ones. `best_running` is the
+    largest summed log probability of a running hypothesis. Running hypotheses have `written` tokens
+    after the start token.
     """
     full = jnp.all(scores > -jnp.inf, axis=-1)
     none_running = best_running == -jnp.inf
     if decoding.early_stopping == "yes":
         return full | none_running
     # The finished hypotheses are compared with the best score that a running hypothesis may reach.
-    # With early_stopping = "never" and a positive penalty exponent, a hypothesis would reach this
-    # score at the maximum length. Otherwise the score at the present length is used.
+    # This score is computed for the maximum length if early_stopping is "never" and the exponent
+    # of the penalty is positive, and otherwise for the present length.
     latest = decoding.early_stopping == "never" and decoding.length_penalty > 0
     length = jnp.array(decoding.max_length - 1) if latest else written
     best = best_running / jnp.asarray(penalties)[length]

@@ -34,7 +34,7 @@ from brt.ops.compiler_options import of_inference
 from brt.ops.dense import SeparateKernels
 from brt.types import Variables
 
-# If a model has no end token, the search gets this id, which no token has, as the end token's id.
+# If a model has no end token, the search gets this as the id of the end token. No token has it.
 _NEVER = -1
 
 
@@ -50,7 +50,9 @@ class _Beams(NamedTuple):
 def search_memory(
     decoder: Decoder, known_ids: int, variables: Variables, memory: Memory, *, decoding: Decoding
 ) -> Hypotheses:
-    """Returns continuations of each lane by beam search over ids below `known_ids` to an end id."""
+    """Returns continuations of the text of each lane, found by beam search. They consist of ids
+    below `known_ids`, and end with an end id or at the maximum length.
+    """
     lanes = len(memory.logits)
 
     def step(tokens: Int[Array, "B N"], beams: _Beams) -> tuple[Float[Array, "B N V"], _Beams]:
@@ -79,7 +81,7 @@ def search_memory(
 def _advance_beams(
     decoder: Decoder, variables: Variables, memory: Memory, tokens: Int[Array, " B"]
 ) -> Memory:
-    """Returns the memory after one token of every lane; blocks that became full have ended."""
+    """Returns the memory after every lane has read one token. Blocks that become full are ended."""
     memory = advance(decoder, variables, memory, tokens)
     full = memory.position == decoder.model.block_length
 
@@ -96,20 +98,22 @@ def _chosen(lanes: Bool[Array, " B"], new: Array, old: Array, axis: int) -> Arra
     return jnp.where(lanes.reshape(-1, *(1,) * (new.ndim - axis - 1)), new, old)
 
 
-# The separate kernels of a model (an array for each layer, not a stack of all), by the names of a
-# run (neighbouring layers of one kind, `brt.layers.runs`) and of a parameter.
+# The separate kernels of a model, that is, an array for each layer instead of a stack of all
+# layers. The outer keys are names of runs (neighbouring layers of one kind, `brt.layers.runs`), and
+# the inner keys are names of parameters.
 Kernels: TypeAlias = dict[str, dict[str, SeparateKernels]]
 
 # The names of the kernels of a layer that only products read (`brt.layers.basic.product_kernel`).
-# Products with kernels of _FROM_WIDTH sum over the kernel's first axis, and those with kernels of
-# _TO_WIDTH over all its axes but the last.
+# Products with kernels of _FROM_WIDTH sum over the first axis of the kernel, and products with
+# kernels of _TO_WIDTH sum over all axes of the kernel but the last.
 _FROM_WIDTH = frozenset({"queries", "keys", "values", "cross_queries", "mlp_in", "mlp_gate"})
 _TO_WIDTH = frozenset({"output", "mlp_out"})
-# A run of layers with fewer bytes of kernels keeps its stacks, because they stay in the processor's
-# caches from token to token, and because separate kernels take longer to compile.
+# A run of layers with fewer bytes of kernels keeps its stacks, because such small stacks stay in
+# the processor's caches from token to token, and because separate kernels take longer to compile.
 _SMALLEST = 1 << 25
-# Separate kernels are transposed copies only for at least _FEWEST_TEXTS texts, because products of
-# fewer texts gain little, and up to _MOST_COPIED bytes, because a small machine has little memory.
+# Separate kernels are transposed copies only under two conditions. There must be at least
+# _FEWEST_TEXTS texts, because products of fewer texts gain little. The copies must have at most
+# _MOST_COPIED bytes, because a small machine has little memory.
 _FEWEST_TEXTS, _MOST_COPIED = 8, 1 << 30
 
 
@@ -145,8 +149,8 @@ def _kernels(params: dict[str, Any]) -> dict[str, Array]:
 
 
 def _separated(name: str, stack: Array, copies: bool) -> SeparateKernels:
-    """Returns the layers of a stack [layers, *inputs, *outputs]: views, which share its memory on
-    CPUs, or transposed copies, which are matrices.
+    """Returns the layers of a stack [layers, *inputs, *outputs]. They are views, which share the
+    memory of the stack on CPUs, or transposed copies, which are matrices.
     """
     layers, kernel = np.asarray(stack), stack.shape[1:]
     if not copies:
@@ -166,7 +170,7 @@ def with_kernels(variables: Variables, kernels: Kernels) -> Variables:
     return variables._replace(params={**variables.params, "stack": stack})
 
 
-# The program that reads chunks of a block is compiled only for at least this many chunks to read.
+# The program that reads chunks of a block is compiled only if at least this many chunks are unread.
 _MIN_CHUNKS = 3
 # The program that reads and samples needs a random key even if it only reads, and then ignores it.
 _NO_KEY = partial(jax.random.key, 0)
@@ -179,12 +183,12 @@ class Session:
       config: config of the run, in which the size of the vocabulary is set.
       bos_id: id of BOS, which is read before the first text.
       lanes: number of texts that are generated in parallel, after the same prompt (`write`) or
-        each after its own (`write_each`). With eight and more, a session on a CPU has transposed
-        copies of large kernels, of at most 1 GiB.
+        each after its own (`write_each`). With eight lanes or more, a session on a CPU has
+        transposed copies of large kernels, unless these copies exceed 1 GiB.
       known_ids: number of ids that the tokenizer knows; other ids are never generated. 0 stands for
         the complete vocabulary of the model.
-      decode_bytes: function from ids to the bytes of their text, with which the session keeps the
-        bytes of unfinished characters; None keeps none.
+      decode_bytes: function that returns the bytes of the text of ids. The session uses it to keep
+        the bytes of unfinished characters; with None, it does not keep them.
     """
 
     def __init__(
@@ -228,8 +232,8 @@ class Session:
 
     def forget(self) -> None:
         """Clears the memory, as if no text had been read."""
-        # Until the session writes, all lanes have the same memory, which therefore has a single
-        # lane.
+        # Until the session writes, all lanes have the same memory. Therefore a memory of a single
+        # lane is kept for all of them.
         self.memory = self._new_memory(self._variables)
 
     @property
@@ -249,8 +253,8 @@ class Session:
     def read_most(
         self, tokens: Sequence[int] | Integer[np.ndarray, " T"]
     ) -> Integer[np.ndarray, " _"]:
-        """Reads a text like `read`, except for tokens at its end that would be read one by one.
-        These tokens are returned, and `write_each` reads them.
+        """Reads a text like `read`, but not those tokens at its end that would be read one by one.
+        Returns these tokens, which `write_each` can read.
         """
         return self._read(tokens, whole=False)
 
@@ -329,7 +333,8 @@ class Session:
         so two calls for 10 tokens with the same key generate the same text as one call for 20
         tokens. All lanes draw with the same key, unless `key` is an array of keys, one for each
         lane. A text ends early after a token of Model.end_ids, and later calls do not continue it
-        before `read` does. While texts of other lanes go on, `NO_TOKEN` stands after its end.
+        before `read` does. While texts of other lanes go on, `NO_TOKEN` stands after the end of
+        such a text.
         """
         if self._is_new:
             self.read([])
@@ -404,8 +409,8 @@ class Session:
         self, separate: Variables, prompts: Sequence[Integer[np.ndarray, " _"]], count: int,
         sampling: Sampling, key: Array,
     ) -> Int[np.ndarray, "B C"]:  # fmt: skip
-        """Returns the prompt of each lane and sampled tokens after it: `count` tokens in all, or
-        fewer if all texts end. The tokens must fit into the open blocks.
+        """Returns the prompt of each lane and sampled tokens after it. Each lane has `count` tokens
+        in all, or fewer if all texts end. The tokens must fit into the open blocks.
         """
         tokens = np.zeros((len(prompts), CHUNK), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):

@@ -1,7 +1,7 @@
 """Types that all conversions to the format of another library have in common.
 
-A task makes an `ExportFormat`, which is everything that is written, from the `ExportSource` of a
-trained run.
+An `ExportSource` describes a trained run. From it, a task makes an `ExportFormat`, which has
+everything that is written.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,13 +26,15 @@ class ExportFormat(NamedTuple):
       summary: one line for the user that describes the model.
       settings: JSON objects by file name, such as config.json.
       arrays: the float32 weights by the other library's names. They are written in a dtype that the
-        user chooses, which is added to config.json.
-      verify: compares the model in the written directory, its argument, with the original model;
-        yields lines of a report for the user, and raises CheckpointError if the models differ.
+        user chooses, and the name of this dtype is added to config.json.
+      verify: a function of the written directory. It compares the model in this directory with the
+        original model, yields lines of a report for the user, and raises CheckpointError if the
+        models differ.
       code: Python files to copy into the directory, if no library has the code that loads the
         model.
-      notes: lines for the user about what the exported model computes otherwise than the original.
-      file: the name of the file of weights, which is another one for adapters.
+      notes: lines for the user about what the exported model computes differently from the
+        original model.
+      file: the name of the file of weights. Adapters are written to a file of another name.
       copy_tokenizer: writes the tokenizer's files into a directory, and returns their names.
     """
 
@@ -57,8 +59,8 @@ class ExportSource(NamedTuple):
         together with PyTorch code that has the window. Models of other tasks are always exported as
         classes of transformers.
       adapters: the factors of low-rank adapters (`brt.training.trainable`) by the names of their
-        kernels, and other trained parameters. They are exported alone in PEFT's format; {} exports
-        the model, to which the adapters are added.
+        kernels, and other trained parameters. They are exported alone in PEFT's format. With {},
+        the whole model is exported: `params`, in which adapters are added to their kernels.
     """
 
     path: Path

@@ -1,7 +1,7 @@
 """Reads encoder-decoders and encoders in Hugging Face's format: T5, LongT5, BART and RoBERTa.
 
-Training can start from such a directory. `python -m brt.convert --to=brt` writes one with float32
-weights, after it has checked the model, and can extend its learned positions.
+Training can start from such a directory. `python -m brt.convert --to=brt` writes such a directory
+again with float32 weights, checks the written model, and can extend its learned positions.
 """
 
 import math
@@ -26,7 +26,11 @@ Described = EncoderDecoder | EncoderWithHead
 
 
 class Pretrained(NamedTuple):
-    """A model read from, or to be written in, Hugging Face's format; `described`: its settings."""
+    """A model that was read from Hugging Face's format, or that is to be written in this format.
+
+    Attributes:
+      described: the settings of the model.
+    """
 
     params: dict[str, Any]
     described: Described
@@ -48,8 +52,8 @@ class Imported(NamedTuple):
 
 
 def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], Imported]:
-    """Returns the model in a directory, the arrays of the checkpoint by Hugging Face's names, and
-    the parameters and arrays without a counterpart.
+    """Returns the model in a directory, the arrays of its checkpoint by Hugging Face's names, and
+    the result of `import_arrays` for these arrays.
     """
     described, arrays = _described(directory)
     imported = import_arrays(arrays, described)
@@ -82,8 +86,8 @@ def _described(directory: Path) -> tuple[Described, dict[str, np.ndarray]]:
 def load(directory: Path, cross: CrossAttention | None = None) -> dict[str, Any]:
     """Returns the parameters of the model in a directory.
 
-    The settings of cross-attention `cross` replace those of an encoder-decoder. Parameters that
-    they need and the directory lacks are then initialised.
+    If the model is an encoder-decoder, `cross` replaces its settings of cross-attention, unless it
+    is None. Parameters that `cross` needs but the directory lacks are then initialised.
     """
     params, described = read(directory)[0]
     if cross is None or not isinstance(described, EncoderDecoder):
@@ -111,9 +115,9 @@ def _place(ours: str, theirs: str | None, leaf: jax.ShapeDtypeStruct) -> Place:
 
 
 def import_arrays(arrays: Arrays, described: Described) -> Imported:
-    """Converts the arrays of a checkpoint, with the names that current versions of transformers
-    use, to brt's parameters. Raises CheckpointError if a required array is missing, or an array has
-    another shape.
+    """Converts the arrays of a checkpoint to brt's parameters. The arrays must have the names that
+    current versions of transformers use. Raises CheckpointError if a required array is missing, or
+    if an array does not have the shape that the model needs.
     """
     places = _places(described)
     optional = [ours for ours in places if described.may_lack(ours)]
@@ -133,8 +137,9 @@ def _with_initial(
 
 
 def adapt(params: dict[str, Any], described: Described) -> dict[str, Any]:
-    """Returns parameters for the model that `described` describes, from those of another model.
-    Parameters that `params` lacks are initialised, and those that are not needed are left out.
+    """Returns parameters for the model that `described` describes, from the parameters `params` of
+    another model. Parameters that `params` lacks are initialised, and parameters in `params` that
+    the new model does not need are left out.
     """
     have, want = flatten_dict(params, sep="/"), shapes(described.initial_params)
     kept = {name: have[name] for name in want if name in have}

@@ -66,7 +66,7 @@ from brt.ops.window_attention import ReadyRing, ready_ring, ring_attention, ring
 
 # The type of a function that adds attention to keys beyond the window. Its arguments are the scaled
 # queries [B, T, H, K] and their attention to the window. It returns one output [B, T, H, K] for all
-# keys, either of attention with one softmax or of two attentions that a gate mixes.
+# keys: that of one softmax over all keys, or a mixture, weighted by a gate, of two attentions.
 Mix = Callable[[Array, AttentionPart], Array]
 
 
@@ -162,7 +162,7 @@ class TransformerBlock(nn.Module):
 
     def project_kv(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateKV:
         """Returns keys (normalised) and values of vectors that are not tokens, such as summaries of
-        blocks. `learns` = False treats the weights as constants.
+        blocks. If `learns` is False, the weights are treated as constants.
         """
         weights = self.norm if self.model.norm.before else None, self.keys, self.values
         norm, of_keys, of_values = weights if learns else jax.lax.stop_gradient(weights)
@@ -186,8 +186,8 @@ class TransformerBlock(nn.Module):
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]:
         """Returns keys and values, with each head repeated for all heads of queries that it serves.
 
-        With `SelfAttention.normalize_qk`, keys are normalised only if `normalize` is True;
-        otherwise the operation that reads them must do it.
+        With `SelfAttention.normalize_qk`, keys are normalised only if `normalize` is True. If it is
+        False, the operation that reads the keys must normalise them.
         """
         if normalize or not self.model.attention.normalize_qk:
             keys = self.normalized_keys(keys)
@@ -208,8 +208,11 @@ class TransformerBlock(nn.Module):
         return queries * self.query_scale(name).astype(queries.dtype)[None, None, :, None]
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
-        """Returns each head's factor: the absolute value of the parameter `name` for normalised
-        queries; otherwise `SelfAttention.query_scale`, or 1/sqrt(K) if the setting is 0.
+        """Returns the factor by which each head multiplies its queries.
+
+        With `SelfAttention.normalize_qk`, it is the absolute value of the parameter `name`. In
+        other models, it is the setting `SelfAttention.query_scale`, or 1/sqrt(K) if the setting is
+        0.
         """
         m = self.model
         if m.attention.normalize_qk:
@@ -238,7 +241,9 @@ class TransformerBlock(nn.Module):
         return bias
 
     def far_bias(self) -> Float[Array, " H"]:
-        """Returns the bias of keys beyond the window: that of the window's farthest key, or 0."""
+        """Returns the bias of keys beyond the window, which equals the bias of the window's
+        farthest key; 0 if the kind of positions has no bias.
+        """
         bias = self.bias()
         return jnp.zeros((self.model.heads,)) if bias is None else bias[:, -1]
 
@@ -256,7 +261,8 @@ class TransformerBlock(nn.Module):
         Args:
           memory: keys and values [B, N, S, H, K] of the recurrent states that each block reads.
           mix: adds attention to keys beyond the window (see `Mix`); None if there are none.
-          residual: vectors to which the layer adds its output; None is `projections.residual`.
+          residual: the vectors to which the layer adds its output; None stands for
+            `projections.residual`.
         """
         m = self.model
         x = projections.residual if residual is None else residual
@@ -289,9 +295,10 @@ class TransformerBlock(nn.Module):
         self, part: AttentionPart, queries: Float[Array, "B T H K"], sinks: Sinks,
         places: Int[Array, "B T"],
     ) -> AttentionPart:  # fmt: skip
-        # Returns the attention of tokens to their window, which is `part`, and to sinks that have
-        # left it. `sinks` are those of the document of each block, [B, N, S, G, K]; `places` are
-        # the places of the tokens in their document, 0 for the first token.
+        # Returns the attention of tokens to their window and to the sinks that have left it. `part`
+        # is the attention to the window alone. `sinks` [B, N, S, G, K] has, for each block, the
+        # sinks of the block's document. `places` are the places of the tokens in their document, 0
+        # for its first token.
         m = self.model
         bias = None if m.positions in ("rotary", "none") else self.far_bias()
         return with_sinks(
@@ -311,7 +318,7 @@ class TransformerBlock(nn.Module):
         return attend(queries, *memory, scale=scale, implementation=self.kernels.softmax_attention)
 
     def prepared(self, block: OpenBlock, position: Int[Array, " B"]) -> OpenBlock:
-        """Returns an open block, of which `position` tokens have been read, with `ready`."""
+        """Returns an open block, of which `position` tokens were read, with its field `ready`."""
         places = ring_places(self.model.window, position)
         keys = rotated_at(self.model, self.normalized_keys(block.keys), places)
         return block._replace(ready=ready_ring(keys, block.values))
@@ -329,9 +336,10 @@ class TransformerBlock(nn.Module):
         Args:
           x: the input of the layer for the tokens. If there are several, T divides W and
             `position`, so that their entries are consecutive.
-          given: the open block; the state before it, whose cache says which entries of the open
-            block belong to the document; the position of the first token in its block; and in
-            `feedback`, keys and values [B, S, H, K] of the recurrent states.
+          given: `block` is the open block, `state` is the state before the block, and `position` is
+            the position of the first token in the block. The cache in `state` says which entries
+            of the open block belong to the document. `feedback` has the keys and values
+            [B, S, H, K] of the recurrent states.
           mix: adds attention to keys beyond the window (see `Mix`); None if there are none.
           projections: the projections of the tokens; None stands for the result of `project` for x.
         """
@@ -371,15 +379,18 @@ class TransformerBlock(nn.Module):
         return self.finish(x, attended), after
 
     def _token_axis(self, x: Float[Array, "B T D"]) -> str | None:
-        # Returns "tokens" if each device can have whole blocks, as attention needs them, else None.
+        # Returns "tokens", the name of the axis of tokens, if the tokens can be divided among
+        # devices into whole blocks, as attention needs them; otherwise None.
         blocks = x.shape[1] // self.model.block_length
         return "tokens" if shard_count("blocks", blocks) > 1 else None
 
     def finish(
         self, x: Float[Array, "B T D"], attended: Sequence[Float[Array, "B T H K"]]
     ) -> Float[Array, "B T D"]:  # fmt: skip
-        """Returns the layer's output: x, plus the projection of the attention outputs (to the
-        window and, in layers with recurrent states, to the states), plus the output of the MLP.
+        """Returns the layer's output: x, plus the projection of `attended`, plus the MLP's output.
+
+        `attended` has the outputs of attention to the window and, in layers that attend to
+        recurrent states, of attention to the states.
         """
         tokens = self._token_axis(x)
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]

@@ -1,6 +1,7 @@
 """Attention of the kind that `Attention.kind` names; all kinds have the same parameters.
 
-In shapes, B is the number of examples of the batch, and T of tokens.
+In shapes, B is the number of examples of the batch, T of tokens, and H of heads; K is the size of a
+head.
 """
 
 import jax
@@ -30,8 +31,10 @@ def attend(
     bias: Float[Array, "H O"] | None = None,
     kernels: Kernels = AUTO,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query over the valid keys, in the dtype of `values`, by
-    the kind of attention that `config` names; the logits are scale * q.k.
+    """Returns the attention output of every query over the valid keys, in the dtype of `values`.
+
+    `config` names the kind of attention. The logits are the products of queries and keys times
+    `scale`.
 
     The outputs of an example depend on its own valid tokens and the random key, not on padding or
     on other examples of the batch. Queries that are padding or see no key get zeros.
@@ -42,8 +45,9 @@ def attend(
       key: the random key of kinds that draw random numbers (`clustered`, `improved_clustered`,
         `reformer`). Equal keys give equal outputs, so evaluation uses one fixed key.
       scale: the factor of the logits; None stands for K ** -0.5.
-      bias: the bias of each head by distance (position of the key minus position of the query), for
-        `clustered` and `improved_clustered` only: O = 2 T - 1 distances from 1 - T to T - 1.
+      bias: the bias of each head for each of the O = 2 T - 1 distances from 1 - T to T - 1, where a
+        distance is the position of the key minus the position of the query. Only the kinds
+        `clustered` and `improved_clustered` accept a bias.
     """
     kind = config.kind
     scale = queries.shape[-1] ** -0.5 if scale is None else scale

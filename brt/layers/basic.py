@@ -28,9 +28,9 @@ Initializer = Callable[..., Array]
 
 ONES = nn.initializers.ones
 ZEROS = nn.initializers.zeros
-# These are the names of the axes of weights, by which weights are sharded. INTO_HEADS and
-# INTO_KEY_HEADS belong to weights [D, H, K] from vectors to heads, and FROM_HEADS to weights
-# [n, H, K, D] from the heads of n attentions to vectors.
+# A weight is sharded by the names of its axes. INTO_HEADS and INTO_KEY_HEADS are the names of the
+# axes of weights [D, H, K], which project vectors to heads. FROM_HEADS are those of weights
+# [n, H, K, D], which project the outputs of the heads of n attentions to vectors.
 INTO_HEADS = ("embed", "heads", "head_dim")
 INTO_KEY_HEADS = ("embed", "kv_heads", "head_dim")
 FROM_HEADS = ("stack", "heads", "head_dim", "embed")
@@ -45,7 +45,9 @@ BLOCKS_AT_ONCE = 8
 
 
 def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
-    """Returns the dtype of activations and caches; 'auto' is float32 on CPUs, else bfloat16."""
+    """Returns the dtype of activations and caches. The setting 'auto' stands for float32 on CPUs
+    and for bfloat16 on other backends.
+    """
     if model.dtype == "auto":
         return jnp.dtype(dispatch.policy().dtype)
     return jnp.dtype(model.dtype)
@@ -55,10 +57,11 @@ def unrolled(largest: int, steps: int, on_accelerators: int, on_cpus: int = 1) -
     """Returns the number of steps of a scan that one iteration of its loop executes, for the
     argument `unroll` of `jax.lax.scan`.
 
-    Unrolling makes accelerators faster, because a loop copies its residuals. Storing them takes a
-    TPU longer than computing a block, and on GPUs it is a sixth of the memory traffic of a step.
-    `largest` limits the number, usually by the setting `Model.unroll`; 0 selects `on_accelerators`
-    or `on_cpus`, according to the backend.
+    Unrolling makes accelerators faster, because a loop copies its residuals, the arrays that its
+    backward pass reads. The copies take a TPU longer than computing a block, and on GPUs they are a
+    sixth of the memory traffic of a step. The number is at most `largest`, which is usually the
+    setting `Model.unroll`. If `largest` is 0, the number is at most `on_accelerators` or `on_cpus`,
+    according to the backend.
     """
     by_backend = dispatch.for_backend(on_accelerators, cpu=on_cpus)
     return min(steps, largest or by_backend)
@@ -115,8 +118,10 @@ def kernel_init(inputs: int = 1, variance: float = 1.0) -> Initializer:
 
 
 def zero_for_states(init: Initializer) -> Initializer:
-    """Returns an initialiser of the output kernel [2, H, K, D] of a layer with two attentions:
-    `init` for attention to tokens, zero for attention to states, which have no effect at first.
+    """Returns an initialiser of the output kernel [2, H, K, D] of a layer with two attentions.
+
+    The kernel of attention to tokens is initialised by `init`. The kernel of attention to states is
+    zero, so that the states have no effect at first.
     """
     return lambda *arguments: init(*arguments).at[1].set(0)
 
@@ -179,7 +184,8 @@ def product_kernel(
     the precision of the product (see `brt.distributed.rules.gathered`).
     """
     stored = module.get_variable("params", name)
-    if isinstance(stored, LayerKernel):  # Flax's `param` would compare the shape of its arrays.
+    # Flax's `param` checks the shape of the stored array, but a `LayerKernel` has several arrays.
+    if isinstance(stored, LayerKernel):
         return stored
     return gathered(parameter(module, name, shape, axes, init), compute_dtype(model), axes)
 
@@ -197,7 +203,7 @@ def norm_parameters(
 ) -> NormWeights:  # fmt: skip
     """Creates the parameters of a norm, and returns them; the shape () stands for (model_dim,).
 
-    The name of the bias, if there is one, is `name` with "_bias".
+    The name of the bias, if there is one, is `name` followed by "_bias".
     """
     shape, init = shape or (model.model_dim,), ZEROS if model.norm.offset else ONES
     scale, bias = parameter(module, name, shape, axes, init), None
@@ -207,7 +213,7 @@ def norm_parameters(
 
 
 def normed(model: Model, x: Float[Array, "*B D"], weights: NormWeights) -> Float[Array, "*B D"]:
-    """Returns x after the norm of the settings `Norm`, over the last axis."""
+    """Returns x, normalised over its last axis, with the kind of norm that `model.norm` chooses."""
     scale = weights.scale + 1 if model.norm.offset else weights.scale
     if weights.bias is not None:
         return layer_norm(x, scale, weights.bias, model.norm.epsilon)
@@ -215,7 +221,7 @@ def normed(model: Model, x: Float[Array, "*B D"], weights: NormWeights) -> Float
 
 
 def residual(model: Model, y: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """Returns what the output y of attention or an MLP adds to x: `Model.residual_factor` y."""
+    """Returns the output y of attention or of an MLP, multiplied by `Model.residual_factor`."""
     factor = model.residual_factor
     return y if factor == 1 else y * jnp.asarray(factor, y.dtype)
 
@@ -226,7 +232,7 @@ def dropout_rngs(key: Array) -> dict[str, Array]:
 
 
 def dropout(module: nn.Module, x: Float[Array, "*B"], rate: float) -> Float[Array, "*B"]:
-    """Returns x after dropout by the random stream "dropout"; unchanged outside training."""
+    """Returns x after dropout with the random stream "dropout"; outside training, x itself."""
     if rate == 0.0 or not module.training:
         return x
     return Dropout(module.make_rng("dropout"), rate)(x)
@@ -238,7 +244,7 @@ def token_dropout(module: nn.Module) -> Dropout | None:
     return Dropout(module.make_rng("dropout"), rate) if rate and module.training else None
 
 
-# These are the names of the axes of the MLP's weights, by which weights are sharded.
+# The MLP's weights have axes with these names, by which the weights are sharded.
 INTO_MLP, FROM_MLP = ("embed", "mlp"), ("mlp", "embed")
 
 
@@ -267,7 +273,8 @@ class MLP(nn.Module):
     """A projection to `Model.mlp_dim`, an activation, and a projection back.
 
     In gated MLPs, the activation is applied to a second projection `mlp_gate` of the input, and the
-    first projection is multiplied by the result. With `MLP.experts`, a router chooses among MLPs.
+    first projection is multiplied by the result. If `MLP.experts` is set, the layer has several
+    MLPs, and a router chooses some of them for each token.
     """
 
     model: Model

@@ -68,8 +68,9 @@ class KVCache(NamedTuple):
     sinks: Sinks | None = None
 
     def joined(self, tokens: TokenProjections) -> tuple[Array, Array]:
-        """Returns the keys, not normalised, and the values of the cache, followed by those of the
-        segment, each [B, W+T, G, K]. If the tokens are sharded, every device gathers all of them.
+        """Returns keys and values, each [B, W+T, G, K]: those of the cache, followed by those of
+        the segment. The keys are not normalised. If tokens are sharded, every device gathers all of
+        them.
         """
         names = ("lanes", None, "kv_heads", None)
         pairs = (self.keys, tokens.keys), (self.values, tokens.values)
@@ -122,9 +123,9 @@ def _with_local_cache(
 
 
 def _block_sinks(sinks: Sinks, tokens: TokenProjections, first: Int[Array, "B N"]) -> Sinks:
-    # Returns the first S tokens of the document of each block, [B, N, S, G, K]. If a document has
-    # fewer than S tokens up to the end of the segment, the missing entries have arbitrary values,
-    # which no query may read.
+    # Returns, for each block, the first S tokens of the block's document, [B, N, S, G, K]. If a
+    # document has fewer than S tokens up to the end of the segment, the missing entries have
+    # arbitrary values, which no query may read.
     order = jnp.arange(sinks.keys.shape[1], dtype=jnp.int32)
     places = first[:, :, None] + order[None, None]
     names = ("lanes", None, "kv_heads", None)
@@ -175,7 +176,7 @@ def window_part(
     """Returns the attention of the tokens of a segment to their window: output and log-sum-exp.
 
     Args:
-      bias: the position bias by distance, the nearest key first; None for no bias.
+      bias: the position bias of the W keys of a window, the nearest key first; None for no bias.
       scale: the length to which the queries of each head are normalised; keys are then normalised
         to length 1. None means that queries and keys are not normalised here.
     """

@@ -48,7 +48,8 @@ class ClusteredState(NamedTuple):
     # logits.
     rest: Float[Array, "B H C K"]
     totals: Float[Array, "B H C"]
-    # How many of the R slots of a centroid hold a key, the same number for all centroids of a row.
+    # How many of the R slots of a centroid hold a key. The number is the same for all centroids of
+    # a row.
     filled: Int[Array, " B"]
 
     @property
@@ -79,7 +80,8 @@ def clustered_flops(model: Model) -> int:
     """
     section = model.of(Clustered)
     m, attention = model, 4 * model.heads * model.head_dim
-    # For each key of its own block that a token sees, one key of the block before left its window.
+    # For each key of its own block that a token sees, one key of the previous block has left the
+    # token's window.
     passed_keys = keys_before(m, m.window)
     reading = attention // 2 * section.clusters + attention * (passed_keys + section.top_k)
     taking_in = attention * section.clusters * (m.window + section.top_k) // m.window
@@ -98,17 +100,18 @@ class ClusteredLayer(WindowLayer):
     def setup(self) -> None:
         super().setup()
         section, m = self.model.of(Clustered), self.model
-        # Centroids are initialised with the distribution of queries before these are multiplied by
-        # their scale: about unit vectors if queries are normalised, otherwise vectors whose entries
-        # have variance 1. `_centroids` multiplies the centroids by the same scale.
+        # Initial centroids have the distribution that queries have before they are multiplied by
+        # their scale. If queries are normalised, these are approximately unit vectors; otherwise
+        # their entries have variance 1. `_centroids` multiplies the centroids by the same scale.
         spread = m.head_dim**-0.5 if m.attention.normalize_qk else 1.0
         self.centroids = parameter(
             self, "centroids", (m.heads, section.clusters, m.head_dim), ("heads", "clusters", None),
             nn.initializers.normal(spread),
         )  # fmt: skip
-        # The learned standard deviations of the queries around each centroid correct the logits of
-        # the centroid for the keys that it does not keep, because the centroid attends to these
-        # keys in place of queries that differ from it (Jensen's inequality).
+        # In place of the queries of its cluster, a centroid attends to the keys that it does not
+        # keep. The queries differ from the centroid, so the mean of their exponentiated logits is
+        # larger than the centroid's exponentiated logit (Jensen's inequality). The learned standard
+        # deviations of the queries around each centroid correct the centroid's logits for this.
         self.deviations = parameter(
             self, "deviations", (m.heads, section.clusters), ("heads", "clusters"),
             nn.initializers.constant(spread),
@@ -154,7 +157,7 @@ class ClusteredLayer(WindowLayer):
         return attend_beyond_window
 
     def end_block(self, x: None, given: Given) -> LayerOutput:
-        """Makes the block the cache; the cached block enters the memory of the centroids."""
+        """Makes the open block the cache, and adds the old cache to the centroids' memory."""
         state = given.state
         keys = self.tokens.normalized_keys(state.window.keys)
         keys, values = (z.swapaxes(1, 2) for z in (keys, state.window.values))

@@ -29,7 +29,7 @@ from brt.layers.window import WindowLayer, window_flops
 STATE_PARTS = ("state", "cache", "memory")
 # The first fields of every layer's module, in the order in which brt passes them.
 _FIELDS = ("model", "training", "kernels")
-# The class variables of `KindSection`, the settings of a kind of layer.
+# These are the class variables of `KindSection`. A section must not have settings of these names.
 _CONSTANTS = ("kind", "any_window", "grouped_keys", "positive", "not_negative")
 _METHODS = ("__call__", "begin_block", "decode_step", "end_block", "prepare_block")
 _OPTIONAL = ("prepare_block",)
@@ -65,9 +65,9 @@ class LayerKind(NamedTuple):
     # Returns the state of a layer with descriptions of arrays (`brt.layers.state.state_array`) in
     # place of arrays.
     state: Callable[[Model], LayerState]
-    # The names of the state's fields that belong to the part "cache", "state" or "memory", each of
-    # which evaluation can reset or exchange. None stands for all fields. A field belongs to at most
-    # one part.
+    # Maps a part of the state ("cache", "state" or "memory") to the names of the fields that belong
+    # to it; None stands for all fields. Evaluation can reset or exchange each part separately. A
+    # field belongs to at most one part.
     parts: Mapping[str, tuple[str, ...] | None]
     # Returns the FLOPs per token of the forward pass; a multiplication and an addition count as
     # two. The function may call `brt.layers.window.window_flops` or `brt.layers.basic.mlp_flops`,
@@ -199,7 +199,7 @@ def _check_module(name: str, module: Any) -> None:
             f"{', '.join(field for field in fields if field not in ('parent', 'name')) or 'none'}"
         )
     for method in _METHODS:
-        # For a class without `__call__`, `getattr` would find that of `type`, its metaclass.
+        # For a class without `__call__`, `getattr` would find `type.__call__` of the metaclass.
         found = next((vars(base)[method] for base in module.__mro__ if method in vars(base)), None)
         if found is None and method in _OPTIONAL:
             continue
@@ -247,7 +247,7 @@ def of(name: str) -> LayerKind:
 
 
 def fields_of(kind: LayerKind, part: str, state: LayerState) -> tuple[str, ...]:
-    """Returns the names of the state's fields of a part (see `STATE_PARTS`); () if it has none."""
+    """Returns the names of the state's fields that belong to a part (see `STATE_PARTS`)."""
     fields = kind.parts.get(part, ())
     return state._fields if fields is None else fields
 

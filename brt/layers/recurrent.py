@@ -126,7 +126,8 @@ class StateCell(nn.Module):
             cross_scale=self._scale("cross_scale"),
         )
         if layout == "single":
-            # Mesh.tensor shards the axis "mlp" of `mlp_in`, so it cannot shard the axis of heads.
+            # Mesh.tensor shards the axis "mlp" of `mlp_in`, so it cannot also shard the axis of
+            # heads of this kernel.
             return self._mlp(weights, attended, WHOLE_HEADS)
         weights = weights._replace(
             output=parameter(
@@ -162,7 +163,8 @@ class StateCell(nn.Module):
         kind, width = self.section.gate, self.model.model_dim
 
         def bias(part: str, keeps: bool = True) -> Float[Array, " D"]:
-            # `part` is a part of the name. The settings of the initial bias apply only if `keeps`.
+            # `part` is a part of the parameter's name. `keeps` is True if the gate decides how much
+            # of a state is kept; only then do the settings of the initial bias apply.
             init = _first_keeps(self.model) if keeps else gate_bias(0.0)
             return parameter(self, f"{name}_{part}bias", (width,), ("embed",), init)
 
@@ -183,9 +185,9 @@ class StateCell(nn.Module):
 class RecurrentLayer(WindowLayer):
     """A block-recurrent layer (Block-Recurrent Transformers, section 3).
 
-    Tokens attend to their window and to the state vectors before their block. The states are
-    updated once per block, by attention to the states and to the tokens of the block and of the
-    block before it.
+    Tokens attend to their window and to the states (S state vectors) as they were before the
+    tokens' block. The states are updated once per block: they attend to the states, to the tokens
+    of the block, and to the tokens of the block before it.
     """
 
     def setup(self) -> None:
@@ -241,7 +243,9 @@ class RecurrentLayer(WindowLayer):
         return super().decode_step(x, given._replace(feedback=given.block.memory))
 
     def end_block(self, x: None, given: Given) -> LayerOutput:
-        """Updates the states by attention to the cache and to `block`, which becomes the cache."""
+        """Updates the states by attention to the cache and to the open block, and makes the open
+        block the cache.
+        """
         window = given.state.window
         if not self.model.sliding.mask_empty_cache:
             window = zero_where_invalid(window)

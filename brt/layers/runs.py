@@ -1,6 +1,7 @@
 """Runs, which are neighbouring layers of one kind, and the states of all runs of a model.
 
-The parameters and states of the layers of a run are stacked, so that a scan calls the layers.
+The parameters and states of a run's layers are stacked, so that a scan can call one layer after the
+other.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,15 +25,17 @@ StackState = tuple[LayerState, ...]
 # The open blocks of all layers: a tuple with an entry for each run. Arrays have the layers of the
 # run on axis 0 and the batch on axis 1.
 StackBlock = tuple[PyTree[Array], ...]
-# The model states (statistics that layers learn without gradients) by the name of the run, for runs
-# of kinds with a model state. Arrays have the layers of the run on axis 0.
+# Maps the name of a run to its model state (statistics that layers learn without gradients), for
+# runs of kinds that have one. Arrays have the layers of the run on axis 0.
 ModelState = Mapping[str, PyTree[Array]]
 
 
 class Run(NamedTuple):
     """Neighbouring layers of one kind with the same settings, with parameters stacked on axis 0."""
 
-    name: str  # The kind and the index of the first layer, such as `window_0`; names parameters.
+    # The kind and the index of the first layer, such as `window_0`. The run's parameters have this
+    # name, too.
+    name: str
     kind: str
     layers: int
     model: Model  # The settings as these layers see them (`Model.for_layer`).
@@ -49,7 +52,9 @@ class Run(NamedTuple):
 
 
 def runs(model: Model) -> list[Run]:
-    """Groups neighbouring layers of one kind with equal settings, lowest first."""
+    """Returns the runs of a model, the lowest first. A run consists of all neighbouring layers that
+    have the same kind and equal settings.
+    """
     recurs = [kinds.of(kind).recurs for kind in model.layer_types]
     check(
         not model.feedback or any(recurs),

@@ -56,7 +56,8 @@ def scan_layers(
     no_loop = whole and at_once == run.layers
     tied = ties and no_loop and dispatch.policy().ties_gradients
     separate = _has_separate_kernels(layers)
-    # Kernels that are separate arrays have no axis of layers over which the scan could loop.
+    # Kernels that are separate arrays have no axis of layers over which the scan could loop. The
+    # scan then loops over the indices of the layers, and each index chooses a layer's kernels.
     index = jnp.arange(run.layers) if separate else None
 
     def layer(module: nn.Module, passed: tuple, given: Given, index: Any) -> tuple[tuple, tuple]:
@@ -117,7 +118,8 @@ def _layers_at_once(model: Model, layers: int) -> int:
 
 
 def _saved_for_backward(run: Run) -> RematPolicy | None:
-    # Returns what layers store besides their inputs; None stores everything.
+    # Returns which results layers store for the backward pass in addition to their inputs; None
+    # stands for all results.
     if run.model.remat:
         return run.model.remat_keep
     recomputes = dispatch.policy().recomputes_elementwise and not run.layer_kind.loops
@@ -134,7 +136,7 @@ def _call_separate(
     call: Callable[..., LayerOutput], index: Int[Array, ""], module: nn.Module, method: str,
     x: PyTree[Array], given: Given,
 ) -> LayerOutput:  # fmt: skip
-    # Calls one layer of a module that has the parameters of all; `index` is the layer's index.
+    # Calls the layer with the index `index`. The module has the parameters of all layers.
     def choose(params: PyTree[Array]) -> PyTree[Array]:
         return jax.tree.map(partial(of_layer, layer=index), params, is_leaf=are_separate)
 
@@ -182,13 +184,15 @@ def _call_tied(module: nn.Module, method: str, x: PyTree[Array], given: Given) -
     return nn.map_variables(call, "params", trans_in_fn=tie, rngs=True)(module)
 
 
-# Each method returns the next value of one of its arguments: the state, or the open block.
+# Maps a method to the field of `Given` whose next value the method returns.
 _RETURNED = {"__call__": "state", "decode_step": "block", "end_block": "state"}
 
 
 def _check_output(module: nn.Module, method: str, output: Any, x: Any, given: Given) -> None:
-    """Raises ConfigError if a method of a layer returned no `LayerOutput`, or an array of another
-    shape or dtype than the array of x or of `given` that it replaces.
+    """Raises ConfigError if a method of a layer returned something wrong.
+
+    The method must return a `LayerOutput`. Each array in it must have the shape and the dtype of
+    the array of x or of `given` that it replaces.
     """
     name = f"{type(module).__name__}.{method}"
     if not isinstance(output, LayerOutput):
@@ -228,6 +232,7 @@ def _check_same(name: str, argument: str, after: Any, before: Any) -> None:
 
 
 def _form(value: Any) -> str:
-    # Returns the type of a value, with the fields that are not None if it is a NamedTuple.
+    # Returns the name of a value's type and, for a NamedTuple, the names of its fields that are not
+    # None.
     fields = [field for field in getattr(value, "_fields", ()) if getattr(value, field) is not None]
     return type(value).__name__ + (f"({', '.join(fields)})" if fields else "")

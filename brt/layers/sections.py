@@ -13,8 +13,8 @@ from brt.config.kinds import KindSection
 
 
 def refuse_feedback(model: Model, field: str, layers: Sequence[int]) -> None:
-    """Raises ConfigError if `Model.feedback` is set and there are `layers`, which the setting
-    `field` lists: they cannot attend to recurrent states.
+    """Raises ConfigError if `Model.feedback` is set and the setting `field` lists any `layers`,
+    because these layers cannot attend to recurrent states.
     """
     check(
         not layers or not model.feedback,
@@ -24,7 +24,9 @@ def refuse_feedback(model: Model, field: str, layers: Sequence[int]) -> None:
 
 
 def refuse_rotary(model: Model, layers: Sequence[int], reason: str) -> None:
-    """Raises ConfigError, with the `reason`, if there are `layers` and positions are rotary."""
+    """Raises ConfigError if there are `layers` and positions are rotary. The error message gives
+    the `reason`.
+    """
     check(
         not layers or model.positions != "rotary",
         f"Model.positions = 'rotary' {reason}; use 't5', 'alibi' or 'none'",
@@ -32,7 +34,9 @@ def refuse_rotary(model: Model, layers: Sequence[int], reason: str) -> None:
 
 
 def require_cache(model: Model, field: str, layers: Sequence[int], read: str) -> None:
-    """Raises ConfigError if `layers` of setting `field` need the cache for `read`, and lack it."""
+    """Raises ConfigError if the model has no cache, but the setting `field` lists `layers`, which
+    need it. `read` says what these layers read from the cache.
+    """
     check(
         not layers or model.sliding.cache,
         f"{field} = {layers} attend to {read}, which needs Window.cache = True",

@@ -1,7 +1,8 @@
 """Layers of the encoder-decoders T5 and BART.
 
-In shapes, B is the number of sources, S and T of (padded) source and target tokens, N of beams of a
-source, and L of layers. Masks are True for source tokens, False for padding.
+In shapes, B is the number of sources, S the number of tokens of a source and T of a target (both
+with padding), N the number of beams of a source, and L the number of layers. In the encoder, T is
+the number of tokens of a source. Masks are True for source tokens, False for padding.
 """
 
 from collections.abc import Mapping
@@ -92,8 +93,8 @@ def cross_config(config: CrossAttention, family: Literal["t5", "bart"] = "t5") -
 
 
 class ExtraParameters(nn.Module):
-    """A group of additional parameters of some kinds of cross-attention, such as `raf` for
-    accumulate-and-fire neurons (see `cross_attention.specifications`).
+    """A group of parameters that only some kinds of cross-attention have, such as the group `raf`
+    of accumulate-and-fire neurons (see `cross_attention.specifications`).
     """
 
     specifications: Mapping[str, Any]
@@ -200,14 +201,14 @@ class Ends(nn.Module):
         return dropout(self, x, self.model.dropout)
 
     def leave(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Returns x, after a norm and dropout in T5, and as it is in BART."""
+        """Returns x after a norm and dropout in a T5 model, and x itself in a BART model."""
         if self.model.family == "bart":
             return x
         return dropout(self, self.final_norm(x), self.model.dropout)
 
 
 def relative_bias(model: Seq2Seq) -> Embedding:
-    """Returns a module with T5's biases of R buckets of distances and H heads, a table [R, H]."""
+    """Returns a module with T5's table [R, H] of biases, for R buckets of distances and H heads."""
     shape = (model.relative_buckets, model.heads)
     return Embedding(shape, ("buckets", "heads"), model.model_dim**-0.5)
 
@@ -283,8 +284,10 @@ class TargetInputs(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Inputs that all layers share in a decoding step: the caches of the source have the layers on
-    axis 1, and `bias` is T5's relative position bias between the token and all positions.
+    """Inputs that all layers share in a decoding step.
+
+    The caches of the source have the layers on axis 1. `bias` is T5's relative position bias
+    between the token at `position` and all positions.
     """
 
     source: CrossCache
@@ -293,8 +296,10 @@ class StepInputs(NamedTuple):
 
 
 class DecoderLayer(Residual):
-    """Self-attention, cross-attention and an MLP, each with a residual connection. Arguments and
-    results have the form (x, each, shared) and (x, outputs) of `brt.layers.transformer`.
+    """Self-attention, cross-attention and an MLP, each with a residual connection.
+
+    The methods have the arguments (x, each, shared) and return (x, outputs), as the docstring of
+    `brt.layers.transformer.stacked` describes.
     """
 
     cross: CrossAttention = CrossAttention()
@@ -326,8 +331,8 @@ class DecoderLayer(Residual):
         inputs: StepInputs,
     ) -> tuple[tuple[Float[Array, "B N D"], SelfCache], PyTree[Array]]:
         """Reads one token of each beam. `carried` has the tokens' vectors and the self-attention
-        caches of all layers, in which only the entries of this layer are written, so no other entry
-        is copied.
+        caches of all layers. The method writes only the entries of this layer into these caches, so
+        that the entries of other layers are not copied.
 
         The second result is the field `carry` of this layer's cross-attention cache, the only field
         that a token changes.
@@ -347,7 +352,7 @@ class DecoderLayer(Residual):
 
 
 class Decoder(Ends):
-    """All layers of the decoder, from embedded target tokens to hidden vectors."""
+    """All layers of the decoder, which map embedded target tokens to hidden vectors."""
 
     cross: CrossAttention = CrossAttention()
 
@@ -407,7 +412,7 @@ class Decoder(Ends):
 
 
 def _second(caches: PyTree[Array]) -> PyTree[Array]:
-    # Moves the axis of layers from 0 to 1, except in arrays of one scalar per layer.
+    # Moves the axis of layers from 0 to 1, except in arrays whose only axis is that of layers.
     return jax.tree.map(lambda x: x.swapaxes(0, 1) if x.ndim > 1 else x, caches)
 
 

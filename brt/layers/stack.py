@@ -94,7 +94,8 @@ class Stack(nn.Module):
         first: int = 0,
         axis: int = 1,
     ) -> StackOutput:
-        # Reads a segment by runs whose states are in `state`; `first` is the lowest run's index.
+        # Reads a segment with some neighbouring runs. `first` is the index of the lowest of these
+        # runs, and `state` has their states.
         after, learnt, losses, metrics = [], {}, {}, {}
         summaries = self._lowest_summaries(*document_start.shape)
         given = Given(document_start=document_start, feedback=feedback, summaries=summaries)
@@ -117,9 +118,9 @@ class Stack(nn.Module):
         document_start: Bool[Array, "B N"],
         model_state: ModelState,
     ) -> StackOutput:
-        # All layers attend to the states of the highest recurrent layer after the previous block.
-        # The layers up to this one therefore read block after block; then the layers above it read
-        # the whole segment at once.
+        # All layers attend to the states that the highest recurrent layer has after the previous
+        # block. This layer and the layers below it therefore read one block after the other. After
+        # that, the layers above it read the whole segment at once.
         serial = self.feedback_source + 1
         scan = nn.scan(
             Stack._read_block,
@@ -200,7 +201,7 @@ class Stack(nn.Module):
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState
     ) -> StackState:
-        """Returns the next states once `block` is full; summaries go to the layers above."""
+        """Returns the states after `block`, which must be full."""
         lanes = len(jax.tree.leaves(state)[0])
         summaries, after = self._lowest_summaries(lanes, 1), []
         for run, (own, opened) in enumerate(zip(state, block, strict=True)):
@@ -215,6 +216,6 @@ def _swap_lanes_and_layers(state: StackState) -> StackState:
 
 
 def _feedback(opened: Any) -> StateKV:
-    # Returns the keys and values [B, S, H, K] of the states of the last layer of a run.
+    # Returns the keys and values [B, S, H, K] of the recurrent states of a run's highest layer.
     last = partial(jax.lax.index_in_dim, index=-1, axis=0, keepdims=False)
     return jax.tree.map(last, opened.memory)

@@ -1,9 +1,9 @@
 """States of layers: what a layer carries from segment to segment and from token to token.
 
 Every layer is `(x, state) -> (y, state)`. The state of a layer is a NamedTuple of arrays with the
-batch on axis 0, which `state_array` describes. While tokens are read one at a time, the open block
-(`OpenBlock`) has the data of the block that is being filled. The state itself changes only at the
-end of a block, exactly as in training.
+batch on axis 0, and `state_array` describes one of these arrays. While tokens are read one at a
+time, the open block (`OpenBlock`) has the data of the block that is being filled. The state itself
+changes only at the end of a block, exactly as in training.
 
 In shapes, B is the number of rows of the batch, T the number of tokens of a segment, N the number
 of its blocks, D the width of the model, H the number of heads of queries, G the number of heads of
@@ -42,12 +42,15 @@ class StateArray:
         return jnp.full((batch, *self.shape), self.fill, self.dtype or dtype)
 
 
-state_array: Any = StateArray  # Any, because it stands where a state has an array.
+# The type is Any, because a description of a state has a `StateArray` in place of each array.
+state_array: Any = StateArray
 
 
 class WindowState(NamedTuple):
-    """Keys and values of the last block (the Transformer-XL cache), in the compute dtype, as they
-    were projected; attention normalises the keys and applies rotary positions when it reads them.
+    """Keys and values of the last block (the Transformer-XL cache), in the compute dtype.
+
+    They are stored as they were projected. Attention normalises the keys and applies rotary
+    positions to them when it reads them.
     """
 
     keys: Float[Array, "B W G K"]
@@ -99,7 +102,9 @@ class LocalState(NamedTuple):
 
 
 def window_state(model: Model) -> Any:
-    """Describes a sliding-window layer's state, a `WindowState` or (see there) a `LocalState`."""
+    """Describes the state of a sliding-window layer: a `LocalState` in the cases that its docstring
+    names, and a `WindowState` in all other cases.
+    """
     names = (None, "kv_heads", None)
     keys = state_array((model.window, model.key_heads, model.head_dim), names)
     if model.window_is_block and not model.sliding.sinks and not model.attention.soft_cap:
@@ -132,7 +137,8 @@ class Given(NamedTuple):
     block: Any = None  # The open block.
     # True where a block is the first block of a document. The layer must not use anything that it
     # read before such a block. `begin_block` gets None, because a generated document starts with a
-    # new state. In models with `Model.feedback`, it may also get an array [B] in kinds that recur.
+    # new state. In models with `Model.feedback`, however, `begin_block` of a layer that recurs may
+    # also get an array [B].
     document_start: Bool[Array, "B N"] = _MISSING
     position: Int[Array, " B"] = _MISSING  # The place of each row's token in its block, int32.
     # The keys and values [B, N, S, H, K] of the highest recurrent layer's states, to which all
@@ -170,12 +176,12 @@ def without_ready(block: PyTree[Array]) -> PyTree[Array]:
 
 
 def cache_of(state: LayerState) -> WindowState | LocalState:
-    """Returns the cache of a layer with a window, which is its state or a field of its state."""
+    """Returns the cache of a layer with a window: the state itself or its field `window`."""
     return state if isinstance(state, (WindowState, LocalState)) else state.window
 
 
 def open_block(given: Given, memory: Any = None) -> OpenBlock:
-    """Returns an open block without tokens, whose ring buffer has the window of the state.
+    """Returns an open block without tokens. Its ring buffers have the keys and values of the cache.
 
     `memory` is what else the layer keeps while the block is open.
     """
@@ -187,8 +193,8 @@ def open_block(given: Given, memory: Any = None) -> OpenBlock:
 def zero_where_invalid(window: WindowState) -> WindowState:
     """Returns the window with zeros in rows that have not read a block of their document.
 
-    Like the authors' code of Block-Recurrent Transformers, models with null keys attend to these
-    zeros (`has_null_keys`).
+    Models with null keys (see `has_null_keys`) attend to these zeros, as the authors' code of
+    Block-Recurrent Transformers does.
     """
     keep = window.valid[:, None, None, None]
     return window._replace(
@@ -217,8 +223,8 @@ class NewEntries(NamedTuple):
     Attributes:
       entries: an array with the shape and dtype of the array of the open block, except for one
         axis, on which it has only the new entries.
-      index: the index of each row's first entry on this axis (for each of L layers, if the array
-        has an axis of layers). The entries must end within the array.
+      index: the index on this axis at which each row's new entries begin. If the array has an
+        axis of L layers, the index has it, too. The entries must end within the array.
     """
 
     entries: Array
@@ -230,10 +236,11 @@ def _is_new_entries(x: Any) -> bool:
 
 
 def written(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Array]:
-    """Returns the open block after `update`, which a layer has returned. `NewEntries` in `update`
-    replace entries of the array of `block`, and other arrays replace the whole array.
+    """Returns the open block after `update`, which a layer has returned.
 
-    Both arguments may have an axis of layers; the indices of all layers are then equal.
+    `NewEntries` in `update` replace some entries of an array of `block`. An array in `update`
+    replaces the whole array. Both arguments may have an axis of layers; the indices in `NewEntries`
+    are then equal for all layers.
     """
 
     def write(new: Any, array: Array) -> Array:
@@ -253,8 +260,8 @@ def written(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Array]:
 def _with_entries(
     array: Array, new: Array, index: Int[Array, " B"], *, rows: int, axis: int
 ) -> Array:
-    """Returns the array with the entries `new`, which in each row of the batch begin at the row's
-    `index` on `axis`. The axis of rows is `rows`.
+    """Returns the array after writing the entries `new` into it. In each row of the batch, they
+    begin at the row's `index` on `axis`. The axis of rows is `rows`.
     """
     for row, own in enumerate(jnp.split(new, len(index), axis=rows)):
         start = [jnp.zeros((), index.dtype)] * array.ndim
@@ -266,14 +273,15 @@ def _with_entries(
 def with_token(
     block: PyTree[Array], new: PyTree[Array], position: Int[Array, " B"]
 ) -> PyTree[Array]:
-    """Returns arrays [B, W, ...] of an open block in which `new` [B, 1, ...] is at `position`."""
+    """Returns arrays [B, W, ...] of an open block, with `new` [B, 1, ...] written at `position`."""
     return jax.tree.map(
         lambda old, new: _with_entries(old, new, position, rows=0, axis=1), block, new
     )
 
 
 def with_whole_arrays(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Any]:
-    """Returns an update in which the shapes and dtypes of whole arrays replace `NewEntries`.
+    """Returns the update of an open block, with each `NewEntries` replaced by a description (shape
+    and dtype) of the whole array that it updates.
 
     If the update has another number of arrays than the block, it is returned as it is.
     """

@@ -73,7 +73,10 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table with a vector for each token, token type or distance bucket; returns `dtype`."""
+    """A table with a vector for each token, token type or distance bucket.
+
+    The module returns vectors in `dtype`.
+    """
 
     shape: tuple[int, int]
     axes: tuple[str, str]
@@ -85,7 +88,7 @@ class Embedding(nn.Module):
         self.embedding = parameter(self, "embedding", self.shape, self.axes, init)
 
     def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-        # `lookup` serves tables whose columns may be sharded.
+        # Columns with the axis "embed" may be sharded over devices. `lookup` can read such tables.
         if self.axes[1] != "embed":
             return jnp.take(self.embedding, ids, axis=0).astype(self.dtype)
         return lookup(self.embedding, ids, self.dtype, self.axes[0])
@@ -107,10 +110,10 @@ class Block(NamedTuple):
     # The standard deviation of initial matrices; None for fan_in ** -0.5.
     deviation: float | None
     scale: float  # The factor of the products of queries and keys.
-    dropout: float  # Of embeddings and of the outputs of sub-layers.
+    dropout: float  # The dropout rate of embeddings and of the outputs of sub-layers.
     attention_dropout: float
-    activation_dropout: float  # Of the MLP's hidden features.
-    dtype: jnp.dtype  # Of activations and caches.
+    activation_dropout: float  # The dropout rate of the MLP's hidden features.
+    dtype: jnp.dtype  # The dtype of activations and caches.
     kernels: config.Kernels
 
     def linear(
@@ -130,7 +133,7 @@ class Block(NamedTuple):
 
 
 def of_encoder(m: config.Encoder, kernels: config.Kernels) -> Block:
-    """Returns the settings of an encoder's layers; RoBERTa's have `m.norm_first` = False."""
+    """Returns the settings of an encoder's layers. In RoBERTa, `m.norm_first` is False."""
     return Block(
         m.model_dim, m.heads, m.head_dim, m.mlp_dim, m.activation, "layer", m.norm_epsilon,
         m.norm_first, bias=True, deviation=None, scale=m.head_dim**-0.5, dropout=m.dropout,
@@ -256,8 +259,8 @@ class SharedInputs(NamedTuple):
         neighbours.
       distance_bias: the bias of each of O = 2 T - 1 distances (position of the key minus position
         of the query) from 1 - T to T - 1, for kinds of attention that need the bias in this form.
-      blocks: the division of the tokens into G blocks, each of which has a transient global token,
-        the sum of its tokens (LongT5).
+      blocks: the division of the tokens into G blocks. Each block has a transient global token,
+        which is the sum of the block's tokens (LongT5).
       global_bias: the bias between tokens and the G global tokens.
     """
 
@@ -269,8 +272,10 @@ class SharedInputs(NamedTuple):
 
 
 class SelfAttention(Projections):
-    """Self-attention of an encoder: a token attends to all valid tokens (`radius` = 0), or to
-    `radius` neighbours on each side and, with `has_globals`, to sums of blocks (LongT5).
+    """Self-attention of an encoder.
+
+    If `radius` is 0, a token attends to all valid tokens. Otherwise it attends to itself, to
+    `radius` neighbours on each side and, with `has_globals`, to the sums of blocks (LongT5).
 
     All kinds of attention have the same parameters, so weights can be used with any kind.
     """
@@ -361,9 +366,10 @@ def stacked(
         without this axis.
       shared: arrays that all layers read.
 
-    The scan is a loop on CPUs. On accelerators it is unrolled unless `remat` is True (which
-    recomputes the activations of `__call__` in the backward pass), because a loop stacks arrays for
-    its backward pass.
+    `remat` = True recomputes the activations of `__call__` in the backward pass. The scan is a loop
+    on CPUs, and on accelerators if `remat` is True. Without `remat`, it is unrolled on
+    accelerators, because a loop would copy the stored activations of all layers into stacked
+    arrays.
     """
     if remat:
         layer = nn.remat(layer, methods=["__call__"], prevent_cse=False)

@@ -16,9 +16,10 @@ from brt.layers.state import Given, LayerOutput, open_block
 class WindowLayer(nn.Module):
     """A sliding-window layer: causal attention of each token to its window, followed by an MLP.
 
-    Layers with a memory in addition to the window are subclasses, which have the cache in the field
-    `window` of their state, and further data of an open block in `OpenBlock.memory`. A subclass
-    whose tokens attend to keys beyond the window defines `mix_step`, `__call__` and `end_block`.
+    Layers with a memory in addition to the window are subclasses. They have the cache in the field
+    `window` of their state, and keep further data of an open block in `OpenBlock.memory`. A
+    subclass whose tokens attend to keys beyond the window defines `mix_step`, `__call__` and
+    `end_block`.
     """
 
     model: Model
@@ -62,7 +63,8 @@ def window_flops(model: Model) -> int:
     """
     m, width = model, model.heads * model.head_dim
     projections = 4 * m.model_dim * (width + m.key_heads * m.head_dim)
-    # The factor 4 counts two products, with keys and with values, of 2 FLOPs per multiplication.
+    # The factor is 4, because there are two products, one with keys and one with values, and each
+    # takes 2 FLOPs per multiplication.
     attention = 4 * width * (m.window + m.sliding.sinks)
     state_attention = state_attention_flops(model) if m.feedback else 0
     return projections + attention + mlp_flops(model) + state_attention
@@ -77,5 +79,7 @@ def state_attention_flops(model: Model) -> int:
 
 
 def keys_before(model: Model, block: int) -> int:
-    """Returns how many keys of its own block a token sees, on average over `block` tokens."""
+    """Returns how many keys of its own block a token sees, on average over the `block` tokens of
+    the block.
+    """
     return (block + 1) // 2 if model.sliding.attend_to_self else (block - 1) // 2

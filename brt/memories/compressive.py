@@ -57,7 +57,7 @@ class Compressive(KindSection):
     rate: int = adaptable(2)  # This many tokens are compressed into one slot.
 
     def check_model(self, model: Model) -> None:
-        """Requires that the rate divides the window, no rotary positions, and a cache."""
+        """Requires a rate that divides the window, a cache, and positions that are not rotary."""
         name, layers = "Compressive.layers", self.layers
         check(
             not layers or model.window % self.rate == 0,
@@ -68,7 +68,9 @@ class Compressive(KindSection):
 
 
 class Convolution(NamedTuple):
-    """Weights of a convolution of R tokens to a slot of E numbers; its stride equals its width."""
+    """The weights of a convolution that maps R tokens to a slot of E numbers. The stride of the
+    convolution equals its width.
+    """
 
     kernel: Float[Array, "R D E"]
     bias: Float[Array, " E"]
@@ -77,8 +79,8 @@ class Convolution(NamedTuple):
 def compress(
     x: Float[Array, "*B W D"], rate: int, convolution: Convolution
 ) -> Float[Array, "*B S D"]:
-    """Returns the S = W / `rate` slots of a block, oldest first, in float32, each the output of the
-    convolution of `rate` neighbouring tokens.
+    """Returns the S = W / `rate` slots of a block, oldest first, in float32. Each slot is the
+    output of the convolution for `rate` neighbouring tokens.
     """
     groups = x.reshape(*x.shape[:-2], -1, rate, x.shape[-1])
     return add_shared(dense(groups, convolution.kernel, 2).astype(jnp.float32), convolution.bias)
@@ -122,7 +124,9 @@ class CompressedState(NamedTuple):
 
 
 class CompressedBlock(NamedTuple):
-    """Data of an open block: the layer's inputs for its tokens, and the slots that they read."""
+    """Data of an open block: the layer's inputs for the block's tokens, and the keys and values of
+    the slots that these tokens read.
+    """
 
     inputs: Float[Array, "B W D"]
     slots: StateKV
@@ -142,7 +146,8 @@ def compressive_flops(model: Model) -> int:
     left the window, of the projections of slots to keys and values, and of the compression.
     """
     section, m, width = model.of(Compressive), model, model.heads * model.head_dim
-    # For each key of its own block that a token sees, one key of the block before left its window.
+    # For each key of its own block that a token sees, one key of the previous block has left the
+    # token's window.
     passed_keys = keys_before(m, m.window)
     keys = 4 * m.model_dim * width * section.slots // m.window
     # The FLOPs of the auxiliary loss that trains the compression are not included.
@@ -158,8 +163,8 @@ class CompressiveLayer(WindowLayer):
     slot stands for `Compressive.rate` tokens. When the memory is full, new slots replace the oldest
     slots. Position biases treat all keys that left the window like the farthest key of the window.
 
-    The loss of the language model gives the compression no gradient. It is trained by an auxiliary
-    loss: attention to the slots of a block should equal attention to the block.
+    The loss of the language model gives the compression no gradient. The compression is trained by
+    an auxiliary loss: attention to the slots of a block should equal attention to the block.
     """
 
     def setup(self) -> None:
@@ -174,7 +179,7 @@ class CompressiveLayer(WindowLayer):
         self.compressor = Convolution(kernel, bias)
 
     def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
-        """All blocks attend at once, each to its own slice of all slots and of all tokens."""
+        """Lets all blocks attend at once. Each block reads its own part of the slots and tokens."""
         state = given.state
         m, blocks, size = self.model, given.document_start.shape[1], self.section.slots
         projections = self.tokens.project(x)
@@ -231,9 +236,10 @@ class CompressiveLayer(WindowLayer):
         cache_mask: Bool[Array, "B N"],
         beyond: Bool[Array, "R Q W"],
     ) -> Mix:
-        # `before` is the block before each block, `length` the number of slots that a block can
-        # read, and `cache_mask` True where it may read `before`. `beyond` is True for the keys of
-        # `before` that have left a token's window; its R is 1 (the same for all rows) or B.
+        # `before` has the previous block of each block, and `cache_mask` is True where a block may
+        # read it. `length` is the number of slots that a block can read. `beyond` is True for the
+        # keys of `before` that have left a token's window. R is 1 if `beyond` is the same for all
+        # rows, otherwise R = B.
         size = self.section.slots
         valid = jnp.arange(size)[None, None] >= size - length[..., None]
         valid = jnp.broadcast_to(valid[:, :, None], (*length.shape, beyond.shape[1], size))
@@ -244,7 +250,7 @@ class CompressiveLayer(WindowLayer):
         bias = self.tokens.far_bias()[None, None, :, None, None]
 
         def attend_beyond_window(queries: Array, part: AttentionPart) -> Array:
-            # This is one softmax over the window and the older keys, which all have the same bias.
+            # One softmax covers the window and the older keys. All older keys have the same bias.
             q, *near = (_by_block(x, length.shape[1]).swapaxes(2, 3) for x in (queries, *part))
             logits = jnp.where(seen[:, :, None], matmul_nt(q, keys) + bias, MASKED)
             output = merge_parts([AttentionPart(*near), attend_to_part(logits, values)]).output
@@ -291,7 +297,7 @@ class CompressiveLayer(WindowLayer):
         return LayerOutput(y, block._replace(memory=block.memory._replace(inputs=inputs)))
 
     def end_block(self, x: None, given: Given) -> LayerOutput:
-        """Makes the block the cache; the block that was the cache is compressed to slots."""
+        """Makes the open block the cache, and compresses the block that was the cache to slots."""
         state = given.state
         made = self._compressed(state.inputs)
         vectors = jnp.concatenate([state.vectors, made], axis=1)

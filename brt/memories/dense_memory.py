@@ -194,8 +194,8 @@ class DenseMemoryLayer(nn.Module):
         m, size = self.model, self.model.of(DenseMemory).size
         columns = jnp.arange(seen.keys.shape[1])[None]
         valid = (columns >= size) | (columns >= size - length[:, None])
-        # If `Window.mask_empty_cache` is False, queries attend to entries of the memory without a
-        # token as keys and values of zeros.
+        # If `Window.mask_empty_cache` is False, queries also attend to entries of the memory that
+        # hold no token. These entries count as keys and values of zeros.
         if not m.sliding.mask_empty_cache:
             kept = valid[:, :, None, None]
             seen = StateKV(*(jnp.where(kept, z, 0) for z in seen))
@@ -220,7 +220,7 @@ class DenseMemoryLayer(nn.Module):
         return LayerOutput(x, StateKV(zeros, zeros))
 
     def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
-        """The key and the value of the token enter the open block; the memory does not change."""
+        """Adds the key and the value of the token to the open block; the memory does not change."""
         queries, own = self._projected(x)
         block = with_token(given.block, own, given.position)
         seen = _followed_by(given.state, block)

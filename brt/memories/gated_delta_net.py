@@ -4,9 +4,10 @@
 The kind "gated_delta_net" has this memory in place of attention, and the kind
 "window_gated_delta_net" has it in addition to attention to a window.
 
-In shapes, K and V are the numbers of channels of a key and a value, R = 2 K + V of channels of a
-head that are convolved, L of earlier tokens that the convolution reads, N of chunks, and C of
-tokens of a chunk. The other letters of shapes are those of `brt.layers.state`.
+In shapes, K is the number of channels of a key, V of a value, and R = 2 K + V the number of
+channels of a head that are convolved (query, key and value). L is the number of earlier tokens that
+the convolution reads, N the number of chunks, and C the number of tokens of a chunk. The other
+letters of shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
@@ -106,8 +107,8 @@ _BY_ROWS = 8
 
 @jax.custom_vjp
 def unit_lower_inverse(below: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
-    """Returns the float32 inverse of I + A for each matrix A in `below`, which is zero on and above
-    the diagonal. C is a power of two.
+    """Returns the float32 inverse of I + A for each matrix A in `below`. A is zero on and above the
+    diagonal, and C is a power of two.
 
     XLA's own triangular solver is slow for many small matrices: it takes a hundred times as long on
     CPUs, and computes one row after the other on accelerators.
@@ -172,8 +173,8 @@ class DeltaInputs(NamedTuple):
 def delta_step(
     token: DeltaInputs, state: Float[Array, "B H K V"]
 ) -> tuple[Float[Array, "B 1 H V"], Float[Array, "B H K V"]]:
-    """Computes the rule for one token of each row; returns what each head reads from the new state,
-    and the new state, both float32.
+    """Computes the rule for one token of each row. Returns the vectors that the heads read from the
+    new state, and the new state, both float32.
     """
     query, key, value = (x[:, 0].astype(jnp.float32) for x in token[:3])
     state = jnp.exp(token.log_decay[:, 0])[..., None, None] * state
@@ -195,12 +196,16 @@ def delta_rule(
     that the tokens read from the state, and the state after the segment, both float32.
 
     The tokens of a chunk are computed at once (section 3.3 of the paper). Token t adds k_t u_t^T to
-    the decayed state. The rows u_t of a chunk, U [C, V], follow from the keys K and values V of the
-    chunk and from the state S before the chunk: U = X (b V) - X (b d K) S, where d is the decay
-    since the beginning of the chunk, and X the inverse of a unit lower triangular matrix of
-    products of the keys. X and all other terms without S are computed for all chunks at once, and
-    then a scan over the chunks computes the states. Every decay is computed as the factor from one
-    token of a chunk to a later one, which is never above 1, so nothing overflows.
+    the decayed state. For the tokens of a chunk, let the rows of the matrices U, K and V be the
+    vectors u_t, the keys and the values, and let S be the state before the chunk. Then
+
+        U = X (b V) - X (b d K) S
+
+    where b is the strength of each token, d is the decay from the beginning of the chunk to each
+    token, and X is the inverse of a unit lower triangular matrix, which consists of products of the
+    keys. All terms without S are computed for all chunks at once. Then a scan over the chunks
+    computes the states. Every decay is the factor from one token of a chunk to a later one. It is
+    never above 1, so nothing overflows.
 
     Args:
       since_start: the result of `brt.memories.token_state.tokens_since_start`. A document reads
@@ -249,15 +254,16 @@ def delta_rule(
 def _decays(
     log_decay: Float[Array, "N B H C"], since_start: Int[Array, "N B 1 C"]
 ) -> tuple[Float[Array, "N B H C C"], Float[Array, "N B H C"]]:
-    # Returns the decay, up to each token of a chunk (axis -2), of what each token of the chunk
-    # (axis -1) wrote, which is 0 for later tokens and for tokens of another document; and the decay
-    # of the state before the chunk up to each token, which is 0 if the document started within the
-    # chunk.
+    # Returns two arrays of decays. The first one has, for each token of a chunk (axis -2), the
+    # decay of what each token of the chunk (axis -1) has written; it is 0 for later tokens and for
+    # tokens of another document. The second one has, for each token of a chunk, the decay of the
+    # state before the chunk; it is 0 if the token's document started within the chunk.
     place = jnp.arange(log_decay.shape[-1])[None, None, None]
     distance = place[..., :, None] - place[..., None, :]
     reads = (distance >= 0) & (distance <= since_start[..., None])
     # A sum begins at the start of the token's document, or of the chunk if the document began
-    # earlier. If all sums began with the chunk, the document before would change their rounding.
+    # earlier. If all sums began with the chunk, tokens of the previous document would change their
+    # rounding.
     total = jnp.sum(jnp.where(reads, log_decay[..., None, :], 0), axis=-1)
     within = _exp(total[..., :, None] - total[..., None, :], reads)
     return within, _exp(total, since_start > place)
@@ -356,7 +362,9 @@ class DeltaMemory(nn.Module):
     def __call__(
         self, h: Float[Array, "B T D"], state: DeltaState, since_start: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], DeltaState]:
-        """Returns the output for normalized vectors h, and the state; see `tokens_since_start`."""
+        """Returns the output for normalized vectors h, and the state after the segment.
+        `since_start` is the result of `tokens_since_start`.
+        """
         convolved, last = convolution(self._inputs(h), state.inputs, self.convolution, since_start)
         chunk = dispatch.for_backend(64, cpu=16)
         unroll = unrolled(self.model.unroll, -(-h.shape[1] // chunk), BLOCKS_AT_ONCE)
@@ -442,7 +450,7 @@ class WindowGatedDeltaNetLayer(WindowLayer):
         self.memory = DeltaMemory(self.model, zero_output=True)
 
     def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
-        """Adds what the memory reads to the residual, so attention and MLP follow as usual."""
+        """Adds the memory's output to the residual; attention and MLP follow as in other layers."""
         since_start = tokens_since_start(given.document_start, x.shape[1])
         read, memory = self.memory(self.tokens.normed(x), given.state.memory, since_start)
         projections = self.tokens.project(x)

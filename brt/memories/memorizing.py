@@ -6,9 +6,9 @@ with the query. These keys are the query's neighbours. The memory gets no gradie
 the queries only.
 
 In shapes, M is the number of tokens of the memory, Q of queries, R of neighbours of a query, and Z
-of keys of the memory and the segment. Heads come before tokens in keys and values, because every
-head is searched separately. Each of G heads of keys serves H / G consecutive heads of queries. The
-other letters of shapes are those of `brt.layers.state`.
+of keys of the memory and the segment together. Heads come before tokens in keys and values, because
+every head is searched separately. Each of G heads of keys serves H / G consecutive heads of
+queries. The other letters of shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ class Search(NamedTuple):
     size: int  # M, the number of tokens before the block among which queries search
     neighbors: int  # R
     # "exact" finds the keys with the largest products. "bucketed" divides the tokens among R
-    # buckets and finds the best key of each bucket, for which M must be a multiple of R.
+    # buckets and finds the best key of each bucket. M must then be a multiple of R.
     how: Literal["exact", "bucketed"] = "exact"
     # True makes missing neighbours count as zero keys with zero values, as in the original code;
     # False ignores them.
@@ -100,8 +100,10 @@ class Search(NamedTuple):
 
 
 class Neighbors(NamedTuple):
-    """The neighbours of every query, in no particular order. `there` is False where a neighbour is
-    missing, because there are fewer than R keys or a bucket is empty; its index has no meaning.
+    """The neighbours of every query, in no particular order.
+
+    `there` is False where a neighbour is missing, because there are fewer than R keys or a bucket
+    is empty. The index of a missing neighbour has no meaning.
     """
 
     indices: Int[Array, "B H Q R"]
@@ -116,8 +118,9 @@ def find_neighbors(
 ) -> Neighbors:
     """Returns the R neighbours of every query among the last `count` of the M keys.
 
-    The scores are the products of queries and keys; a positive scale of the queries has no
-    influence. All [B, H, Q, M] scores are computed at once, so the caller limits Q.
+    The score of a key is its product with the query, so multiplying queries by a positive number
+    does not change the result. All [B, H, Q, M] scores are computed at once, so the caller limits
+    Q.
     """
     scores = jnp.einsum("bhqk,bhmk->bhqm", queries, keys, preferred_element_type=jnp.float32)
     size = keys.shape[2]
@@ -142,8 +145,10 @@ def attend_to_neighbors(
     null_keys: bool,
 ) -> Float[Array, "B H Q K"]:
     """Returns the attention output of every query over its R neighbours; queries are already
-    scaled. With `null_keys`, missing neighbours count as zero keys with zero values; otherwise they
-    are ignored.
+    scaled.
+
+    With `null_keys`, missing neighbours count as zero keys with zero values. Without it, they are
+    ignored.
     """
     logits = jnp.einsum("bhqk,bhqrk->bhqr", queries, keys, preferred_element_type=jnp.float32)
     weights = safe_softmax(jnp.where(there, logits, 0.0 if null_keys else MASKED))
@@ -192,8 +197,8 @@ def xla_attention(
     counts: Int[Array, "B N"],
     search: Search,
 ) -> Float[Array, "B T H K"]:
-    """Computes `memory_attention`, a few queries at a time to limit the number of scores; T as in
-    `reference_attention`.
+    """Computes `memory_attention`, a few queries at a time to limit the number of scores. The axis
+    T is that of `reference_attention`.
 
     The first of two passes searches and stores only the indices of the neighbours. The second pass
     gathers the keys and values of the neighbours and attends to them. The gathered keys and values
@@ -201,8 +206,9 @@ def xla_attention(
     gathers them again.
     """
     by_head = queries.swapaxes(1, 2)
-    # The neighbours have no gradient. `input_residual` names them, so that a layer whose backward
-    # pass recomputes results stores them instead of all scores, which are results of a product.
+    # The neighbours have no gradient. A layer whose backward pass recomputes most results may store
+    # the results of products, which include all scores. `input_residual` names the neighbours, so
+    # that such a layer stores them instead of the scores.
     found = _find_in_blocks(*jax.lax.stop_gradient((by_head, keys)), counts, search)
     results = jax.tree.map(dispatch.input_residual, found)
 

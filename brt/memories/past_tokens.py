@@ -60,12 +60,14 @@ def counts_before(
     size: int,
     delay: int = 0,
 ) -> Int[Array, "B N+1"]:
-    """Returns how many entries each block, and the block after the segment, can read in a memory of
-    the last `size` entries: the entries that belong to the block's document.
+    """Returns how many entries of the memory each block, and the block after the segment, can read.
+
+    Before each block, the memory has the last `size` entries that blocks have added to it. A block
+    can read those entries that belong to its own document.
 
     Args:
-      length: the number of entries of the memory before the segment that belong to the document
-        that a row is reading.
+      length: the number of entries that the memory has before the segment and that belong to the
+        document that a row is reading.
       added: the number of entries that a block adds.
       delay: the number of blocks after which the entries of a block enter the memory.
     """
@@ -78,7 +80,7 @@ def counts_before(
 
 def last_entries(x: Array, size: int, length: Int[Array, " B"], axis: int = 1) -> Array:
     """Returns the last `size` entries of x [B, ...] along `axis`. In every row, the last `length`
-    of them are kept, and the others become zeros.
+    entries are kept, and the entries before them become zeros.
     """
     kept = jnp.arange(size)[None] >= size - length[:, None]
     shape = [1] * x.ndim
@@ -97,16 +99,18 @@ def attend_by_block(
     axis: int,
     dropout: Dropout | None,
 ) -> PyTree[Array]:
-    """Returns the results [B, T, ...] of `attend`, called for one after the other of N blocks.
+    """Calls `attend` for each of N = `blocks` blocks, and returns the joined results [B, T, ...].
 
     The backward pass recomputes the attention weights, because storing those of all blocks would
     take too much memory of the device.
 
     Args:
       attend: gets the index of a block, the queries of the block, the entries of each array of
-        `past` that the block reads, and its own dropout. It returns arrays [B, T / N, ...].
-      past: arrays, of which a block of T / N tokens reads `size` entries on `axis`, beginning with
-        the index of its first token.
+        `past` that the block reads, and the dropout of the block. It returns arrays
+        [B, T / N, ...].
+      past: the arrays that the blocks read. A block of T / N tokens reads `size` consecutive
+        entries on `axis`. The index of the first of these entries is the index of the block's first
+        token.
     """
     width = queries.shape[1] // blocks
 
@@ -164,8 +168,8 @@ def memory_and_segment(
 def state_after_segment(
     past: MemoryAndSegment, length: Int[Array, " B"], window: WindowState | LocalState, *, size: int
 ) -> MemoryState:
-    """Returns the cache `window`, and the last `size` tokens of `past` as the memory, of which the
-    last `length` belong to the current document.
+    """Returns the state with the cache `window`, and with the last `size` tokens of `past` as the
+    memory. The last `length` of these tokens belong to the current document.
     """
     keys, values = (last_entries(part, size, length, axis=2) for part in past)
     return MemoryState(window, keys, values, length)
@@ -176,8 +180,9 @@ class Readers(NamedTuple):
 
     # The number of tokens of the memory that each block may read: the last tokens before the block.
     counts: Int[Array, "B N"]
-    # The positions of the reading tokens within every block: all positions of a block for a
-    # segment (R = 1), or one position for the single token of each row (R = B).
+    # The positions of the reading tokens within their block. For a segment, these are all positions
+    # of a block, which are the same in all rows (R = 1). While tokens are read one by one, each row
+    # has the position of its single token (R = B, Q = 1).
     places: Int[Array, "R Q"]
 
 
@@ -203,8 +208,9 @@ class PastTokensLayer(WindowLayer):
         """Returns the attention output of tokens that read their window and the memory.
 
         Args:
-          queries: the scaled queries of the tokens of N blocks. With rotary positions, they are
-            rotated for products with the keys of the memory, which are not rotated.
+          queries: the scaled queries of the tokens of N blocks. The keys of the memory are not
+            rotated. With rotary positions, the queries are therefore rotated as if each key were
+            the nearest key beyond the window.
           window: the result of attention to the window and to sinks, if the layer has any.
           past: the memory before the first block, followed by the tokens of the blocks. Block n of
             T / N tokens sees the M tokens that begin at index n T / N. With one block, `past` may
@@ -224,8 +230,9 @@ class PastTokensLayer(WindowLayer):
         self, past: MemoryAndSegment, counts: Int[Array, "B N"], before: Int[Array, "B N"] | None,
         places: Int[Array, "R Q"],
     ) -> Mix:  # fmt: skip
-        # Tokens always read the sinks together with their window, so the sinks are not read from
-        # the memory, too. `before` has the number of tokens of the document before each block.
+        # Tokens always read the sinks together with their window, so they do not read the sinks a
+        # second time from the memory. `before` has the number of tokens of the document before each
+        # block.
         if self.model.sliding.sinks:
             # Layers with sinks count the tokens of the document in their state, so the number of
             # tokens before each block is known.
@@ -277,7 +284,7 @@ class PastTokensLayer(WindowLayer):
         return self._mix(past, state.length[:, None], before, given.position[:, None])
 
     def end_block(self, x: None, given: Given) -> LayerOutput:
-        """Makes the block the cache; its tokens also enter the memory."""
+        """Makes the open block the cache, and adds its tokens to the memory."""
         m, size = self.model, given.state.keys.shape[2]
         window = closed_window(m, given)
         keys, values = (part[:, -m.block_length :] for part in (window.keys, window.values))

@@ -66,8 +66,8 @@ SHARPNESS = 8.0  # This is the constant c of the paper's equation 3.
 
 
 class GateParameters(NamedTuple):
-    """Float32 kernels and biases of the input gate, which scales the inputs of the recurrence, and
-    of the recurrence gate, on which the decay depends; `rate` sets how fast the state decays.
+    """Float32 kernels and biases of two gates, and `rate`. The input gate scales the inputs of the
+    recurrence. The recurrence gate and `rate` determine how fast the state decays.
     """
 
     input: Float[Array, "H R R"]
@@ -97,7 +97,7 @@ def decays(
 ) -> tuple[Float[Array, "*B H R"], Float[Array, "*B H R"]]:
     """Returns the factor a of the hidden state, and the factor sqrt(1 - a^2) of the gated input.
 
-    The factor is a = exp(-c softplus(rate) gate) with c = `SHARPNESS` (equations 3 and 4).
+    The first factor is a = exp(-c softplus(rate) gate) with c = `SHARPNESS` (equations 3 and 4).
     """
     log_a = -SHARPNESS * jnp.broadcast_to(jax.nn.softplus(rate), gate.shape) * gate
     rest = -jnp.expm1(2 * log_a)  # This is 1 - a^2.

@@ -8,7 +8,9 @@ centroid is nearest to its query, and reads the last R tokens of that cluster in
 token belongs to exactly one cluster of a head, and nothing depends on later tokens.
 
 Queries are used as keys, as in the paper's decoders, so queries and keys share one set of
-centroids. In shapes, C is the number of clusters of a head; see `brt.layers.state` for the others.
+centroids. In shapes, C is the number of clusters of a head, R of tokens of a cluster that a token
+reads, and M of tokens that the tokens of a segment may read (`ReadableTokens`). The other letters
+of shapes are those of `brt.layers.state`.
 """
 
 from typing import NamedTuple
@@ -41,7 +43,8 @@ class ClusterStatistics(NamedTuple):
     # queries.
     counts: Float[Array, "*L H C"]
     sums: Float[Array, "*L H C K"]
-    # The number of tokens and the sum of their queries since the last `update_averages`.
+    # The number of a cluster's tokens, and the sum of their queries, since the last call of
+    # `update_averages`.
     new_counts: Float[Array, "*L H C"]
     new_sums: Float[Array, "*L H C K"]
 
@@ -99,8 +102,8 @@ def update_averages(statistics: ClusterStatistics, decay: float) -> ClusterStati
 def commitment(
     queries: Float[Array, "B T H K"], clusters: Int[Array, "B T H"], statistics: ClusterStatistics
 ) -> Float[Array, ""]:
-    """Returns the mean squared distance between queries and the centroids of their clusters: the
-    loss that keeps queries close to centroids, which get no gradient.
+    """Returns the mean squared distance between queries and the centroids of their clusters. As a
+    loss, it keeps queries close to the centroids. The centroids get no gradient.
     """
     means = jax.lax.stop_gradient(statistics.sums / statistics.counts[..., None])
     own = jnp.einsum("bthc,hck->bthk", jax.nn.one_hot(clusters, means.shape[1]), means)
@@ -111,7 +114,7 @@ NO_TOKEN = -1  # `ReadableTokens.groups` has this number for a place without a t
 
 
 class Rings(NamedTuple):
-    """The last R tokens of every cluster, oldest token first, which are carried from segment to
+    """The last R tokens of every cluster, oldest token first. Rings are carried from segment to
     segment.
     """
 
@@ -171,8 +174,8 @@ def readable_tokens(
 def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Rings:
     """Returns the rings after a segment: for each cluster, the last R tokens in the last document.
 
-    If no document starts in the segment, its tokens continue the document of `rings`, whose tokens
-    stay in a ring until R newer tokens have replaced them.
+    If no document starts in the segment, the tokens of the segment continue the document of
+    `rings`. A token of `rings` then stays in its ring until R newer tokens have replaced it.
     """
     clusters, size = rings.keys.shape[2:4]
     visible = readable_tokens(tokens, rings, document_start)
@@ -224,13 +227,14 @@ def reference_attention(
     return y.swapaxes(1, 2).astype(tokens.values.dtype)
 
 
-# A chunk has at least this number of rows, or R rows if R is smaller. Smaller chunks would save
-# some work, but handling more chunks would cost more than that.
+# A chunk has at least this number of rows, except that it has R rows if R, the number of tokens of
+# its cluster that a token reads, is smaller. Smaller chunks would save some work, but handling more
+# chunks would cost more than that.
 MIN_CHUNK = 8
 
 
 class ChunkLayout(NamedTuple):
-    """The assignment of the M tokens to the Z = P Q rows of P chunks."""
+    """The assignment of the M tokens to the Z = P Q rows of P chunks with Q rows each."""
 
     sources: Int[Array, "B H Z"]  # The index of the token in each row; M for an empty row.
     rows: Int[Array, "B H M"]  # The row of each token; Z for places without a token.
@@ -245,11 +249,13 @@ def xla_attention(
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
-    """Computes `routed_attention` in chunks, which attend to themselves and some before them.
+    """Computes `routed_attention` in chunks of tokens. The tokens of a chunk attend to their own
+    chunk and to some chunks before it.
 
     The tokens of one cluster in one document fill chunk after chunk. The place of a token in its
-    chunk, and the tokens before it, therefore depend on earlier tokens alone, and the token's
-    result is bitwise the same for any later tokens. In shapes, P is the number of chunks of Q rows.
+    chunk, and the tokens before it, therefore depend on earlier tokens alone. The token's result is
+    bitwise the same, whatever tokens follow. In shapes, P is the number of chunks, and Q of rows of
+    a chunk.
     """
     visible = readable_tokens(tokens, rings, document_start)
     count, blocks = queries.shape[1], document_start.shape[1]
@@ -367,7 +373,7 @@ def routed_attention_step(
     attend_to_self: bool = True,
 ) -> Float[Array, "B 1 H K"]:
     """Computes `routed_attention` for one token of each row, the token at `position` of `block`.
-    Entries of the block after this token are ignored; `rings` are those before the block.
+    Entries of the block after this token are ignored. `rings` are the rings before the block.
     """
     bias_length, place = bias.shape[1], jnp.arange(block.keys.shape[1])
     nearest = 0 if attend_to_self else 1

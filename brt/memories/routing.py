@@ -122,9 +122,11 @@ def new_routing(model: Model) -> ClusterStatistics:
 
 
 def routing_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a sliding-window layer, plus assigning tokens to clusters and
-    attention to the tokens of a cluster, minus attention to a window and the projection to keys,
-    which routed heads lack.
+    """Returns the FLOPs per token of a layer.
+
+    They are the FLOPs of a sliding-window layer, except that the routed heads assign tokens to
+    clusters and attend to the tokens of a cluster, and that they lack attention to a window and the
+    projection to keys.
     """
     section = model.of(Routing)
     m, width = model, section.heads * model.head_dim
@@ -234,7 +236,7 @@ class RoutingLayer(WindowLayer):
         return LayerOutput(y, block._replace(memory=whole))
 
     def end_block(self, x: None, given: Given) -> LayerOutput:
-        """Makes the block the cache; its tokens become the last tokens of their clusters."""
+        """Makes the open block the cache, and adds its tokens to the rings of their clusters."""
         nowhere = jnp.zeros((len(given.state.keys), 1), bool)
         window = closed_window(self.model, given)
         rings = rings_after(given.block.memory, given.state.rings, nowhere)

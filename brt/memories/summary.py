@@ -189,8 +189,10 @@ class Tokens(NamedTuple):
 
 class TokenMix(nn.Module):
     """A module that computes O = `size` learned weighted sums over the W tokens and U summaries of
-    a block, in float32. `residual` = True normalises the inputs and adds the summaries to the sums,
-    so O must equal U.
+    a block, in float32.
+
+    If `residual` is True, the inputs are normalised, and the summaries are added to the sums. O
+    must then equal U.
     """
 
     model: Model
@@ -297,7 +299,8 @@ class SummaryLayer(nn.Module):
         bias: Float[Array, "H Q Z"] | None,
         first: Int[Array, ""],
     ) -> Float[Array, "B Q H K"]:
-        # Attends from the places of a block from `first` on; `own` has the block's keys and values.
+        # Computes the attention of Q neighbouring places of a block, of which `first` is the
+        # lowest. `own` has the keys and values of the block.
         section = self.section
         m, state, implementation = self.model, memories.state, self.kernels.masked_attention
         # If `Window.mask_empty_cache` is False, places without a vector count as keys of zeros.
@@ -348,8 +351,8 @@ class SummaryLayer(nn.Module):
         return self._memory(state.vectors) if self.remembers else None
 
     def _distance(self, places: Int[Array, " Q"]) -> Int[Array, "Q Z"]:
-        # Returns how far every key is from the nearest key that the query at each place sees. The
-        # keys of the short-term memory come before those of the block.
+        # Returns, for the query at each place, the distance of every key from the nearest key that
+        # the query sees. The keys of the short-term memory come before the keys of the block.
         m, section = self.model, self.section
         columns = jnp.arange(section.short_memory + m.window + section.summaries)
         nearest = 0 if m.sliding.attend_to_self else 1

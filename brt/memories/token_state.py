@@ -42,8 +42,8 @@ def convolution(
     the inputs of the last L tokens, which are `earlier` for the next segment.
 
     The output of a token is a weighted sum of the inputs of the token and of the L tokens before
-    it, with separate weights for each channel. The last factor of `kernel` belongs to the token
-    itself.
+    it, with separate weights for each channel. The last of the C weights of a channel in `kernel`
+    belongs to the token itself.
 
     The next segment continues the last document of this segment, so inputs of earlier documents are
     replaced by zeros. `since_start` is the result of `tokens_since_start`.
@@ -75,8 +75,8 @@ class TokenStateLayer(nn.Module):
     """Base class of layers whose state changes with every token, and not with every block.
 
     When such a layer reads token by token, its open block is the state after the tokens that have
-    been read so far. A subclass defines `setup`, which creates `norm` and `mlp`, `__call__` and
-    `decode_step`. `kernels` is unused, because each operation of the subclasses has a single
+    been read so far. A subclass defines `__call__`, `decode_step`, and a `setup` that creates
+    `norm` and `mlp`. `kernels` is unused, because each operation of the subclasses has a single
     implementation.
     """
 

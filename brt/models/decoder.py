@@ -87,8 +87,8 @@ class Decoder(nn.Module):
     def embed(
         self, tokens: Int[Array, "B T"], position: Int[Array, " B"] | None = None
     ) -> Float[Array, "B T D"]:
-        """Returns the embeddings of tokens, the first of which is at `position` in its block; None
-        is the start of the block.
+        """Returns the embeddings of tokens. The first token of each row is at `position` in its
+        block; None stands for the start of the block.
         """
         x = lookup(self.embedding, tokens, compute_dtype(self.model), "vocab")
         factor = self.model.embedding.factor
@@ -122,8 +122,9 @@ class Decoder(nn.Module):
     def prepare_block(
         self, block: StackBlock, position: Int[Array, " B"], model_state: ModelState | None = None
     ) -> StackBlock:
-        """Returns open blocks, of which `position` tokens have been read, with data that make
-        calls of `decode_step` faster; `brt.layers.state.without_ready` removes the data.
+        """Returns open blocks with additional data that make calls of `decode_step` faster.
+        `position` is the number of tokens that each open block has so far.
+        `brt.layers.state.without_ready` removes the additional data.
         """
         return self.stack.prepare_block(block, position, model_state or {})
 
@@ -135,26 +136,30 @@ class Decoder(nn.Module):
         position: Int[Array, " B"],
         model_state: ModelState | None = None,
     ) -> tuple[Float[Array, "B V"], StackBlock]:
-        """Reads one token of every row of the batch, or T tokens of a block, the first at
-        `position`.
+        """Reads one token, or T tokens of one block, in every row of the batch. `position` is the
+        place of the first of these tokens in its block.
 
-        T must divide the number of tokens of a block and of every window, and the first of several
-        tokens must have a position that T divides. Returns the float32 logits of the token after
-        the last one, and the open blocks with the tokens added.
+        T must divide `position` and the number of tokens of a block and of every window. Returns
+        the float32 logits of the token after the T tokens, and the open blocks with these tokens
+        added.
         """
         x = self.embed(tokens.reshape(len(tokens), -1), position)
         x, block = self.stack.decode_step(x, state, block, position, model_state or {})
         return self.next_logits(x), block
 
     def next_logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B V"]:
-        """Returns the float32 logits of the token after T tokens, from the last layer's output."""
+        """Returns the float32 logits of the token after T tokens, given the outputs x of the last
+        layer for these tokens.
+        """
         weights = self.embedding if self.model.embedding.tied else self.output
         return logits(self.model, weights, self._hidden(x[:, -1:]))[:, 0]
 
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState | None = None
     ) -> StackState:
-        """Returns the states after a full block, as `__call__` returns them after this segment."""
+        """Returns the states after a full block. `__call__` returns the same states if it reads the
+        tokens of this block.
+        """
         return self.stack.end_block(state, block, model_state or {})
 
 
@@ -163,7 +168,9 @@ def new_state(model: Model, batch: int) -> StackState:
 
 
 def forget(model: Model, state: StackState, parts: Collection[str]) -> StackState:
-    """Returns a state whose `parts` (of "cache", "state", "memory") are as if nothing was read."""
+    """Returns the state after `parts` of it are reset, as if nothing had been read. The names of
+    the parts are "cache", "state" and "memory".
+    """
     lanes = len(jax.tree.leaves(state)[0])
     return replace_parts(model, state, new_state(model, lanes), parts)
 
@@ -173,7 +180,7 @@ def output_weights(model: Model, params: Mapping[str, Any]) -> Float[Array, "V D
 
 
 def logit_scale(model: Model) -> float:
-    """Returns the factor of the products of hidden vectors and output weights."""
+    """Returns the factor by which products of hidden vectors and output weights are multiplied."""
     e = model.embedding
     sizes = {"one": 1, "model_dim": model.model_dim, "vocab": model.vocab_size}
     return sizes[e.logit_scale] ** -0.5 / e.logit_divisor
@@ -182,7 +189,9 @@ def logit_scale(model: Model) -> float:
 def logits(
     model: Model, weights: Float[Array, "V D"], hidden: Float[Array, "B T D"]
 ) -> Float[Array, "B T V"]:
-    """Returns the float32 logits of `DecoderOutput.hidden` for the matrix `output_weights`."""
+    """Returns the float32 logits. `hidden` is `DecoderOutput.hidden`, and `weights` is the matrix
+    that `output_weights` returns.
+    """
     products = transposed_product(hidden, weights.astype(hidden.dtype)) * logit_scale(model)
     return soft_capped(products, model.embedding.soft_cap)
 

@@ -83,7 +83,8 @@ class Inputs(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Returns the input of the first layer, with zeros for padding.
 
-        `inputs` are int32 tokens, or feature vectors of width F; without `types`, all types are 0.
+        `inputs` are int32 tokens, or feature vectors of width F. If `types` is None, all types of
+        tokens are 0.
         """
         m = self.model
         check_inputs(m, inputs)
@@ -112,9 +113,9 @@ class Inputs(nn.Module):
 def depthwise_convolution(
     x: Float[Array, "B T D"], kernel: Float[Array, "W D"]
 ) -> Float[Array, "B T D"]:
-    """Returns the convolution over a sequence in which each channel has a column of the kernel:
+    """Returns y, the convolution of each channel of x with its own column of the kernel:
 
-    y[t] = sum over w of kernel[w] x[t + w - (W - 1) / 2]; x is 0 outside, W is odd.
+    y[t] = sum over w of kernel[w] x[t + w - (W - 1) / 2]. Outside the sequence, x is 0. W is odd.
     """
     width, tokens = len(kernel), x.shape[1]
     half = width // 2
@@ -153,8 +154,8 @@ def check_inputs(model: config.Encoder, inputs: Array) -> None:
 
 
 class Head(nn.Module):
-    """Base class of the heads of encoders, one for each task. A head maps the vectors `hidden`, of
-    which the mask `valid` is False for padding, to float32 logits.
+    """Base class of the heads of encoders, one for each task. A head maps the vectors `hidden` to
+    its outputs, which are float32 logits for most tasks. The mask `valid` is False for padding.
     """
 
     model: config.Encoder
@@ -278,7 +279,7 @@ class Encoder(nn.Module):
 
 
 class EncoderWithHead(nn.Module):
-    """An encoder and the head of a task, whose parameters have the names `encoder` and `head`."""
+    """An encoder and the head of a task. Their parameters are called `encoder` and `head`."""
 
     model: config.Encoder
     attention: config.Attention = config.Attention()

@@ -21,7 +21,7 @@ from brt.layers.runs import ModelState, StackState, check_states, new_model_stat
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
 _Tokens: TypeAlias = Int[np.ndarray, "B T"]
-# The check reads this number of rows and blocks, with tokens from a vocabulary of this size.
+# The check reads _LANES rows of _BLOCKS blocks each. Tokens are ids below _VOCABULARY.
 _LANES, _BLOCKS, _VOCABULARY = 2, 4, 32
 # Logits of two readings may differ by this number, relative to the largest logit.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
@@ -37,13 +37,13 @@ def check_layers(model: Model) -> None:
 
     A decoder with random parameters reads four blocks of random tokens in two rows of a batch: at
     once, in two pieces, token by token, with changed tokens, and after another document. All
-    methods are also traced in bfloat16, the dtype of activations on accelerators. A model with a
-    window of 8 tokens takes about ten seconds; `Model.vocab_size` is not used.
+    methods are also traced in bfloat16, the dtype of activations on accelerators. The check of a
+    model with a window of 8 tokens takes about ten seconds. `Model.vocab_size` is not used.
 
     Raises:
       ConfigError: a `LayerKind` or a method contradicts the state of its layers.
-      AssertionError: a rule does not hold. The message names the rule, the methods that may break
-        it, and the first token whose logits are wrong or the wrong field of the state.
+      AssertionError: a rule does not hold. The message names the rule and the methods that may
+        break it, and then the first token whose logits are wrong, or the wrong field of the state.
     """
     check_states(model)
     model = dataclasses.replace(model, vocab_size=_VOCABULARY)
@@ -83,8 +83,8 @@ class _Reader:
 
     def read_single_tokens(self, tokens: _Tokens, at_once: int = 1) -> _Reading:
         """Reads whole blocks, `at_once` tokens per call, from a state that has read nothing.
-        Returns the logits of each call's last token and the state, which must equal those of
-        `read`.
+        Returns the logits of the last token of each call, and the state after all tokens. They must
+        equal the logits of these tokens and the state that `read` returns.
         """
         state, found = new_state(self.model, _LANES), []
         for place in range(0, tokens.shape[1], at_once):

@@ -4,8 +4,9 @@ Training calls `encode`, then `decode` over whole targets. Generation calls `enc
 once, and then `step` for each token of all beams. The encoded source and everything computed from
 it exist once for each source, not once for each beam.
 
-In shapes, B is the number of sources, S and T of tokens of a source and a target, N of beams of a
-source, and L of layers. Masks are False for padding, which is at the end of a row.
+In shapes, B is the number of sources, S the number of tokens of a source, T the number of tokens of
+a target, N the number of beams of a source, and L the number of layers. Masks are False for
+padding, which is at the end of a row.
 """
 
 from collections.abc import Callable
@@ -52,8 +53,9 @@ class SpecialTokens(NamedTuple):
 def shift_right(
     labels: Int[Array | np.ndarray, "B T"], special: SpecialTokens
 ) -> Int[np.ndarray, "B T"]:
-    """Returns the start token, followed by all labels (which the decoder has to predict: `... </s>`
-    for T5, `<s> ... </s>` for BART) except the last. Ignored labels become padding.
+    """Returns the inputs of the decoder: the start token, and then all labels but the last. Labels
+    are the tokens that the decoder has to predict: `... </s>` for T5, and `<s> ... </s>` for BART.
+    Ignored labels become padding.
     """
     labels = np.asarray(labels)
     start = np.full_like(labels[:, :1], special.start)
@@ -87,8 +89,8 @@ class Readout(NamedTuple):
 
 
 class Seq2Seq(nn.Module):
-    """An encoder-decoder. `attention` has the settings of the encoder's self-attention, on which no
-    parameter depends. Training needs the rng 'dropout'.
+    """An encoder-decoder. `attention` has the settings of the encoder's self-attention; parameters
+    do not depend on these settings. Training needs the rng 'dropout'.
     """
 
     model: config.Seq2Seq
@@ -130,7 +132,7 @@ class Seq2Seq(nn.Module):
     def encode(
         self, source: Int[Array, "B S"], mask: Bool[Array, "B S"], key: jax.Array | None = None
     ) -> Float[Array, "B S D"]:
-        """Returns the encoder's outputs; `key` is for kinds of attention that draw numbers."""
+        """Returns the encoder's outputs. `key` is for kinds of attention with random numbers."""
         key = jax.random.key(0) if key is None else key
         return self.encoder(self.token_embed(source), mask, key)
 
@@ -150,7 +152,9 @@ class Seq2Seq(nn.Module):
         beams: int,
         max_length: int,
     ) -> DecodeState:
-        """Returns the state before the first of `max_length` tokens, including the start token."""
+        """Returns the state before the first token. The state has room for `max_length` tokens,
+        including the start token.
+        """
         own = self.decoder.new_cache(encoded.shape[0], beams, max_length)
         return DecodeState(jnp.zeros((), jnp.int32), own, self.decoder.prefill(encoded, mask))
 
@@ -217,11 +221,11 @@ def logits(out: Readout, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
 
 
 def extend_positions(params: Params, length: int, method: str = "copy") -> Params:
-    """Returns BART's parameters with tables of `length` positions; the caller must set
+    """Returns BART's parameters with tables of `length` positions. The caller must then also set
     `Seq2Seq.max_positions` to `length`.
 
-    "copy" repeats the table from its start (Longformer, Beltagy et al. 2020); "interpolate"
-    stretches it by linear interpolation.
+    The method "copy" repeats the table from its start (Longformer, Beltagy et al. 2020), and
+    "interpolate" stretches the table by linear interpolation.
     """
     if "pos_embed" not in params["encoder"]:
         raise ConfigError("there are no positions to extend: only BART learns a table of them")
@@ -237,7 +241,9 @@ def extend_positions(params: Params, length: int, method: str = "copy") -> Param
 def extended_position_table(
     table: Float[Array | np.ndarray, "P D"], length: int, method: str
 ) -> Float[Array, "R D"]:
-    """Returns the table with `length` positions (see `extend_positions`) after two unused rows."""
+    """Extends a table of positions (see `extend_positions`). Both the given table, of P rows, and
+    the result, of R rows, begin with two unused rows. `length` positions follow them in the result.
+    """
     if method not in ("copy", "interpolate"):
         raise ConfigError(f"extend_positions knows 'copy' and 'interpolate', not {method!r}")
     table = np.asarray(table)
@@ -263,10 +269,11 @@ def seq2seq_flops(
     model: config.Seq2Seq, cross: config.CrossAttention, source: int, target: int
 ) -> int | None:
     """Returns the FLOPs of the forward pass of an encoder-decoder, including the logits, for one
-    pair; None if they are not known for the kind of cross-attention. Only matrix products count.
+    pair of a source and a target of these lengths. Returns None if the FLOPs are not known for the
+    kind of cross-attention. Only matrix products count.
 
-    Attention among tokens is counted as full attention, except the encoder's attention to a window
-    around each token (LongT5), which is counted with the keys of the window.
+    Self-attention is counted as attention to all tokens. However, if each token of the encoder
+    attends to a window around itself (LongT5), only the keys in the window are counted.
     """
     size, segment = model.head_dim, min(cross.segment_size, source)
     # Multiply-adds per channel. In srformer, source tokens are summed into states for targets.

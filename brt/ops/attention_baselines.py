@@ -7,8 +7,8 @@ unlike Kitaev's, nothing is before the first chunk, buckets only determine the o
 span several), and all rounds have equal weight. Which tokens share a chunk depends on the complete
 sequence, so the attention is not causal.
 
-In shapes, X is the number of keys, R of rounds, P of planes of a round (half its buckets), and N of
-chunks of C tokens.
+In shapes, X is the number of keys, R the number of rounds, P the number of planes of a round (half
+the number of its buckets), N the number of chunks, and C the number of tokens of a chunk.
 
 The implementations in plain XLA follow these definitions closely, so they are also the references.
 """
@@ -115,7 +115,7 @@ def attend_in_chunks(
       queries: not yet multiplied by `scale`, the factor of the logits; the keys are the
         normalized queries.
       valid: False for padding, which no query sees.
-      dropout: of each round's attention weights [B, H, N, C, 2C].
+      dropout: applied to each round's attention weights [B, H, N, C, 2C].
       chunk: C; T need not be a multiple of C.
     """
     return dispatch.run(
@@ -184,7 +184,8 @@ def _chunks(x: Array, chunk: int) -> Array:
 
 
 def _with_previous(x: Array) -> Array:
-    # Returns [B, H, N, 2C, ...]: each chunk after its previous chunk, the first one after zeros.
+    # Returns [B, H, N, 2C, ...], in which each chunk follows a copy of the previous chunk. Zeros
+    # precede the first chunk.
     previous = jnp.concatenate([jnp.zeros_like(x[:, :, :1]), x[:, :, :-1]], axis=2)
     return jnp.concatenate([previous, x], axis=3)
 
@@ -193,7 +194,7 @@ def _with_previous(x: Array) -> Array:
 def _permute(
     x: Float[Array, "B H T K"], order: Int[Array, "B H T"], inverse: Int[Array, "B H T"]
 ) -> Float[Array, "B H T K"]:
-    """Returns x[order]; the gradient uses the inverse order, where autodiff would scatter."""
+    """Returns x[order]; the gradient is a gather by the inverse order instead of a scatter."""
     return jnp.take_along_axis(x, order[..., None], axis=2, mode="promise_in_bounds")
 
 

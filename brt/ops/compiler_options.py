@@ -1,7 +1,7 @@
 """Options of XLA's compiler for the programs of brt.
 
-jax accepts them at the outermost jit only, so functions that are compiled with them must not be
-called inside of another jit.
+jax accepts such options at the outermost jit only, so a function that is compiled with them must
+not be called inside of another jit.
 """
 
 import functools
@@ -27,12 +27,13 @@ _CPU_OPTIONS: Mapping[str, str] = MappingProxyType(
 )
 # The KiB of on-chip memory (VMEM) that one operation of XLA may use, by the kind of TPU. With more
 # than XLA's default of 16 MiB, wide matrix products have larger tiles. On other kinds of TPUs, the
-# default is best: a v4 has no more memory, and a v6e has a default of 32 MiB. It is also best for
-# models below _WIDE, whose arrays XLA keeps on the chip if operations leave room for them.
+# default is best: a v4 has no more memory, and a v6e has a default of 32 MiB. The default is also
+# best for models that are narrower than _WIDE, because XLA keeps the arrays of such models on the
+# chip if operations leave room for them.
 _TPU_MEMORY: Mapping[str, int] = MappingProxyType(
     {"TPU v5 lite": 40 * 1024, "TPU v5e": 40 * 1024, "TPU v5": 32 * 1024, "TPU v5p": 32 * 1024}
 )
-_WIDE = 1024  # the smallest Model.model_dim with more memory for operations
+_WIDE = 1024  # the smallest Model.model_dim for which operations get the memory of _TPU_MEMORY
 # Further options by the kind of TPU. A v4 computes while it gathers arrays from other chips only
 # with this option; a v5e also does without it.
 _TPU_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -54,9 +55,10 @@ def of_inference() -> dict[str, str]:
 
 
 def preferred(width: int) -> dict[str, str]:
-    """Returns those options for the train step on this backend that the user has not set.
+    """Returns the compiler options of the train step on this backend.
 
-    `width` is Model.model_dim. The installed version of the compiler may not know all options.
+    Options that the user has set are left out. `width` is Model.model_dim. The installed version of
+    the compiler may not know all options.
     """
     found: dict[str, str] = {}
     if dispatch.backend() == "cpu":

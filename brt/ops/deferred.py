@@ -40,11 +40,15 @@ class _Spec(NamedTuple):
 def tap(
     kernel: Float[Array, "..."], rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1
 ) -> Tap:
-    """Returns a tap to pass as an `xs` of the scan, from which the gradient of `kernel` comes.
+    """Returns a tap for a kernel.
+
+    The scan takes the tap as an `xs`, and the gradient of `kernel` is computed from the gradient of
+    the tap.
 
     Args:
       kernel: [*inputs, *outputs].
-      rows: the number N of steps, and the sizes of the axes *rows of x, which are not summed over.
+      rows: the number N of steps, followed by the sizes of the axes *rows of x, over which the
+        product does not sum.
       dtype: the dtype of x and of the product.
       inputs: the number of axes that the product sums over.
     """
@@ -72,8 +76,8 @@ def dot(
 ) -> Array:
     """Returns the product [*rows, *outputs] of x [*rows, *inputs] with a kernel.
 
-    `tap` is what a scan over a `Tap` passes to this step, for the kernel's gradient after the scan.
-    If it is None, the gradient is computed in each step, as usual.
+    `tap` is this step's slice of a `Tap` that the scan takes as an `xs`. The kernel's gradient is
+    then computed after the scan. If `tap` is None, the gradient is computed in each step, as usual.
     """
     if tap is None:
         return dense(x, kernel, inputs)
@@ -110,6 +114,6 @@ _dot.defvjp(_dot_forward, _dot_backward)
 
 
 def _stores_transposes() -> bool:
-    # For few rows, XLA's CPU backend takes twice as long for a product with a transposed kernel.
-    # True transposes the kernel once, outside of the backward scan.
+    # For few rows, XLA's CPU backend takes twice as long for a product with a transposed kernel. If
+    # the result is True, the kernel is therefore transposed once, before the backward scan.
     return dispatch.policy().stores_transposes and not partitioned()

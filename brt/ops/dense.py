@@ -1,14 +1,15 @@
-"""Products with weights, which are matrices or kernels with several input or output axes, and
-activations.
+"""Products with weights, and activations.
 
-XLA's CPU backend transposes and copies the factors of a product that sums over several axes, so a
-reshape merges these axes. They stay separate where heads are sharded, because a merge with another
-axis would move data between devices.
+The weights are matrices, or kernels with several input or output axes. XLA's CPU backend transposes
+and copies the factors of a product that sums over several axes, so a reshape merges these axes. The
+axes stay separate where heads are sharded, because merging the axis of heads with another axis
+would move data between devices.
 
 Models have the kernels of equal layers in one array with an axis of layers. In a loop over layers,
 XLA's CPU backend copies a layer's kernel out of this array. If few tokens are read at a time, the
-copies take as long as the products. A conditional with a branch per layer needs no copy: a
-`LayerKernel` is the kernel of one layer, which the program chooses while it runs.
+copies take as long as the products. A conditional with a branch per layer needs no copy. A
+`LayerKernel` is the kernel of one layer for such a conditional: the program chooses the layer while
+it runs.
 """
 
 import dataclasses
@@ -36,8 +37,8 @@ class SeparateKernels:
     arrays: tuple[Float[Array, "..."], ...]
     # The shape of the kernel of one layer, [*inputs, *outputs].
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    # 0 if the arrays have the shape `shape`. Otherwise they are matrices [outputs, inputs] with
-    # merged axes, and this is the number of axes in *inputs.
+    # 0 if the arrays have the shape `shape`. Otherwise the arrays are matrices [outputs, inputs]
+    # with merged axes, and this field is the number of axes in *inputs.
     transposed: int = dataclasses.field(default=0, metadata={"static": True})
 
 
@@ -88,8 +89,7 @@ def dense(
 
     Args:
       x: [*rows, *inputs]; the product sums over the last `inputs` axes.
-      kernel: [*inputs, *outputs], or the kernel of a layer that the program chooses, for which
-        there are no gradients.
+      kernel: [*inputs, *outputs]. A product with a `LayerKernel` has no gradients.
     """
     return _dense(x, kernel, inputs)
 
@@ -123,7 +123,8 @@ def _product_of_layer(x: Array, kernel: LayerKernel, inputs: int) -> Array:
 def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array, Array]]:
     """Returns the result of `dense` and its residuals, for the forward rules of other functions.
 
-    The custom gradient of `dense` would hide the product from the policies of `remat_keep`.
+    These rules do not call `dense`, because its custom gradient would hide the product from the
+    policies of `remat_keep`.
     """
     used = kernel
     if inputs == 1 and kernel.ndim > 2 and kernel.dtype != x.dtype:

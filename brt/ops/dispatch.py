@@ -38,7 +38,8 @@ def _accepts_all(*_: Any, **__: Any) -> None:
     return None
 
 
-# The backends on which `auto` may select an implementation, by its name; all for other names.
+# The backends on which `auto` may select an implementation, by the name of the implementation. An
+# implementation that is missing here may be selected on all backends.
 _AUTO: dict[str, tuple[str, ...]] = {
     "pallas_tpu": ("tpu",), "pallas_gpu": ("gpu",), "xla_cpu": ("cpu",),
     "pallas_interpret": (), "reference": (),
@@ -46,7 +47,7 @@ _AUTO: dict[str, tuple[str, ...]] = {
 
 
 class Implementation(NamedTuple):
-    """One way to compute an op; its name says on which backends."""
+    """One way to compute an op; its name says on which backends it runs."""
 
     name: str  # one of `brt.config.training.IMPLEMENTATIONS`
     function: Callable[..., Any]
@@ -81,8 +82,8 @@ class BackendPolicy(NamedTuple):
     # The backend has no product of bfloat16 factors whose float32 result is transposed, so factors
     # of such products are first converted to float32.
     float32_factors: bool = False
-    # Products with weights of several input or output axes, and their weight gradients, are
-    # computed as products of matrices, whose axes are merged by a reshape.
+    # A reshape merges the input axes and the output axes of weights, so that products with weights
+    # and the weight gradients are computed as products of matrices.
     merges_rows: bool = False
     # If heads do not fill vector registers, projections to heads are computed as products of
     # matrices. An array [..., heads, size of a head] would mostly be padding when it is stored or
@@ -109,7 +110,7 @@ class BackendPolicy(NamedTuple):
     sends_arrays_together: bool = False
     # The optimizer's state is sharded over replicas if the setting for this sharding is 'auto'.
     shares_optimizer_state: bool = True
-    # A train step on a single device, too, has a separate array for each layer of a stack
+    # Even on a single device, a train step has a separate array for each layer of a stack
     # (`brt.training.layer_forms`).
     separates_layers: bool = True
     # Products of a few vectors with a matrix need other forms than products of many vectors
@@ -152,7 +153,7 @@ def output_residual(x: Array, dtype: jnp.dtype | None = None) -> Array:
     """Returns a kernel's output, named so that the setting `remat_keep` can save it.
 
     Only forward rules of custom derivatives may call this function, because the named integers have
-    no gradient. If x is already the bits of the output, `dtype` is the dtype of the output.
+    no gradient. If x already has the bits of the output as integers, `dtype` is the output's dtype.
     """
     # JAX inserts a `reduce_precision` after a saved array of floating-point numbers, which would
     # read and write the whole array once more. The array is therefore named as integers.
@@ -206,7 +207,7 @@ def device_kind() -> str:
 
 @contextlib.contextmanager
 def use_backend(name: str, device: Any = None) -> Iterator[None]:
-    """Context in which programs are compiled for a backend that this process does not have.
+    """Context in which programs are compiled for a backend that this process need not have.
 
     `device` is one of the backend's devices, if known. A function that is traced in this context
     must not be used outside of it or for another target: the cache of `jax.jit` ignores targets.
@@ -296,5 +297,8 @@ def on_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> C
 
 
 def dropout_refusal(*_: Any, dropout: Any = None, **__: Any) -> str | None:
-    """Returns a reason if there is dropout, or None; a `refusal` for functions without dropout."""
+    """Returns a reason if there is dropout, else None.
+
+    This is the `refusal` of implementations that do not support dropout.
+    """
     return None if dropout is None else "has no dropout; set its rate to 0"

@@ -1,10 +1,11 @@
 """Inverted dropout, whose masks are drawn in the fastest way for each backend.
 
 On CPUs, where the generator takes most of the time, one random byte decides each entry. On TPUs,
-bytes take longer than words, JAX's usual generator takes the compiler longer than all other parts
-of a train step, and the TPU's own generator draws the numbers of all devices on every device. On
-TPUs and GPUs the mask is therefore a hash of the key and each entry's position, which kernels of
-attention compute themselves instead of reading a mask.
+random bytes take longer than random words of 32 bits. Compiling JAX's usual generator takes longer
+there than compiling all other parts of a train step, and the TPU's own generator draws the numbers
+of all devices on every device. On TPUs and GPUs, a hash of the key and of an entry's position
+therefore decides whether the entry is kept. Kernels of attention compute this hash themselves
+instead of reading a mask.
 """
 
 import dataclasses
@@ -22,8 +23,9 @@ from brt.ops import dispatch, dropout_bits
 from brt.ops.dispatch import Implementation, Op
 
 _BYTE_VALUES = 256
-# On these kinds of TPUs, every operation that reads an array after dropout, or its gradient,
-# computes the mask again, beside its matrix products. This takes less time than storing the mask.
+# On these kinds of TPUs, every operation that reads an array after dropout, or the gradient of such
+# an array, computes the mask again while its matrix products run. This takes less time than storing
+# the mask.
 # On a v4, the integer products of the hash take too long, and on a v6e, the matrix products are too
 # fast to hide the hash.
 _FAST_HASHES = "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p"
@@ -34,7 +36,7 @@ _FAST_HASHES = "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p"
 class Dropout:
     """Inverted dropout: entries are zeroed with probability `rate`, the others are scaled up.
 
-    With one key, the same entries of all arrays of equal shape are dropped. CPUs round `rate` to
+    Arrays of equal shape lose the same entries if the key is the same. CPUs round `rate` to
     multiples of 1/256.
     """
 
@@ -51,7 +53,7 @@ class Dropout:
         """Returns random factors, 0 or 1 / (1 - rate).
 
         The first axis has the rows of the batch (of this device, within a `shard_map`). The factors
-        of a row depend on its index in the batch of all devices, and not on the other rows.
+        of a row depend on the row's index in the batch of all devices, not on the other rows.
         """
         return self._drawn(rules.lane_indices(shape[0]), shape[1:]).factors(dtype)
 
@@ -72,7 +74,7 @@ class Dropout:
         return DropoutMask(*dispatch.run(OP, None, self.rng, self.rate, lanes, shape))
 
     def part(self, index: Array | int) -> "Dropout":
-        """Returns a `Dropout` with a key derived from `index`; each array needs another index."""
+        """Returns a `Dropout` with a key derived from `index`; each array needs its own index."""
         return Dropout(jax.random.fold_in(self.rng, index), self.rate)
 
 
@@ -88,7 +90,11 @@ class DropoutMask:
     transposed: bool = False  # True if `keep` has the last two axes of the array in reverse order.
 
     def factors(self, dtype: jnp.dtype, stored: bool = True) -> Float[Array, "*T"]:
-        """Returns factors 0 or `scale`; on TPUs, each reader computes them unless `stored`."""
+        """Returns the factors of the entries, 0 or `scale`.
+
+        On TPUs, the mask is computed once if `stored` is True, and otherwise by each operation that
+        reads the factors. On other backends, the compiler decides this.
+        """
         keep = _draw_once(self.keep) if stored else self.keep
         factors = jnp.where(keep, jnp.asarray(self.scale, dtype), 0)
         return factors.swapaxes(-1, -2) if self.transposed else factors
@@ -100,7 +106,7 @@ class DropoutMask:
 
 
 def _draw_once(x: Array) -> Array:
-    # XLA for TPUs would otherwise compute the hash again in every operation that reads x.
+    # Without the barrier, XLA for TPUs would compute the hash again in each operation that reads x.
     if not dispatch.policy().stores_barriers:
         return x
     return checkpoint_name(jax.lax.optimization_barrier(x), dispatch.KERNEL_RESIDUAL)
@@ -113,8 +119,8 @@ def _draw_hash(
     rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...], apart: bool = False
 ) -> DrawnMask:
     terms, key = _position_terms(rows, shape), jax.random.key_data(rng)
-    # Compilers would otherwise compute the masks of several layers in one instruction, because they
-    # share the positions.
+    # The masks of several layers are hashed from the same positions, so compilers would compute
+    # several masks in one instruction. The barrier keeps the masks apart.
     if apart:
         terms, key = jax.lax.optimization_barrier((terms, key))
     full_shape = len(rows), *shape
@@ -126,7 +132,10 @@ def _draw_hash(
 
 
 def _position_terms(rows: Int[Array, " B"], shape: tuple[int, ...]) -> list[UInt32[Array, " _"]]:
-    """Returns, for each axis, what its indices add to a position in the array of all devices."""
+    """Returns, for each axis, the terms that its indices add to the positions of entries.
+
+    A position is the index of an entry in the flattened array of all devices.
+    """
     sizes = [math.prod(shape[i:]) for i in range(len(shape) + 1)]
     each = rows, *(jnp.arange(n) for n in shape)
     return [x.astype(jnp.uint32) * jnp.uint32(n % 2**32) for x, n in zip(each, sizes, strict=True)]

@@ -30,7 +30,7 @@ def bit_layout(rows: int) -> tuple[int, int, int]:
 def pack(mask: Bool[Array, "H R C"]) -> UInt32[Array, "H G C"]:
     """Returns the masks as 32-bit words.
 
-    G is the number of groups of registers times the rows of a register, as `bit_layout` returns.
+    G is the number of groups times the number of rows in a register (see `bit_layout`).
     """
     heads, rows, columns = mask.shape
     cut = mask.reshape(heads, *bit_layout(rows), columns)
@@ -40,7 +40,7 @@ def pack(mask: Bool[Array, "H R C"]) -> UInt32[Array, "H G C"]:
 
 
 def unpack(words: Any, rows: int) -> Bool[Array, "R C"]:
-    """Inverts `pack` for the words [G, C] of one head, or of a slice of its columns."""
+    """Inverts `pack` for the words [G, C] of one head, or of some columns of one head."""
     runs, bits, register_rows = bit_layout(rows)
     shape = runs, bits, register_rows, words.shape[1]
     each = jnp.broadcast_to(words.reshape(runs, 1, register_rows, -1), shape)

@@ -17,9 +17,9 @@ def query_keys(dropout: Dropout, queries: int) -> UInt32[Array, "T 2"]:
 
 
 def draw_words(keys: UInt32[Array, "T 2"], lanes: int, each: int) -> Int[Array, "B 2 T"]:
-    """Returns, for each query, two words with which the kernels hash the dropout of its weights.
+    """Returns, for each query, two words for the hash that decides which of its weights are kept.
 
-    The first word depends on the row of the batch, of which there are `lanes`. `each` is the
+    The first word depends on the row of the batch. `lanes` is the number of rows, and `each` is the
     number of weights of a query in all heads.
     """
     row = rules.lane_indices(lanes).astype(jnp.uint32)[:, None]

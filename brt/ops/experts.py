@@ -1,9 +1,12 @@
 """Mixture of experts: a router chooses MLPs (experts) for each token, and no token is dropped.
 
-The rows of tokens are sorted by expert and cut into tiles, which are multiplied with the weights of
-their expert one after another. `jax.lax.ragged_dot` is not used, because on CPUs it multiplies all
-tokens with all experts. In shapes, E is the number of experts, C of experts of a token, D of
-features of a token, and F of hidden units.
+Every token has one row for each of its experts. The rows are sorted by expert and cut into tiles of
+one expert each. The tiles are multiplied with the weights of their experts one after another.
+`jax.lax.ragged_dot` is not used, because on CPUs it multiplies all tokens with all experts.
+
+In shapes, E is the number of experts, C the number of experts of a token, D the number of features
+of a token, F the number of hidden units, N the number of tokens, and R the number of rows of a
+tile.
 """
 
 from collections.abc import Callable
@@ -37,7 +40,10 @@ class ExpertWeights(NamedTuple):
 
 
 def gated_unit(hidden: Array, gate: Array, *, name: str, clamp: float) -> Array:
-    """Returns `hidden` times the activation `name` of `gate`; with a clamp, gpt-oss's units."""
+    """Returns `hidden` times the activation `name` of `gate`.
+
+    If `clamp` is not 0, the result is computed as in gpt-oss instead, and `name` has no effect.
+    """
     if not clamp:
         return hidden * activation(gate, name)
     gate = jnp.minimum(gate, clamp)
@@ -47,8 +53,10 @@ def gated_unit(hidden: Array, gate: Array, *, name: str, clamp: float) -> Array:
 def route(
     logits: Float[Array, "*B E"], count: int, normalize: bool
 ) -> tuple[Int[Array, "*B C"], Float[Array, "*B C"]]:
-    """Returns the C = `count` most probable experts, and their shares: their float32 probabilities,
-    which `normalize` divides by their sum.
+    """Returns the C = `count` most probable experts and their shares.
+
+    The shares are the float32 probabilities of these experts. If `normalize`, they are divided by
+    their sum.
     """
     shares, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), count)
     return chosen, shares / jnp.sum(shares, axis=-1, keepdims=True) if normalize else shares
@@ -103,7 +111,7 @@ def _by_expert(
 
     size, experts, tile = len(chosen), len(weights.into), dispatch.for_backend(128, cpu=32)
     count = size // len(x)
-    if size <= experts:  # The weights of the chosen experts are fewer than those of all.
+    if size <= experts:  # A copy of each row's expert has fewer weights than all experts.
         return jax.vmap(expert)((jnp.repeat(x, count, axis=0)[:, None], chosen))[:, 0]
     order = jnp.argsort(chosen)
     sizes = jnp.bincount(chosen, length=experts)

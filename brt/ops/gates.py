@@ -16,9 +16,9 @@ from brt.ops.dense import dense
 class GateWeights(NamedTuple):
     """Weights of one gate; fields that the kind of gate does not use are None."""
 
-    # The bias of the fixed gate, the forget gate (lstm) or the update gate (gru).
+    # The bias of the gate (fixed), of the forget gate (lstm) or of the update gate (gru).
     bias: Float[Array, " D"]
-    # The kernel of the forget gate (lstm) or the update gate (gru).
+    # The kernel of the forget gate (lstm) or of the update gate (gru).
     kernel: Float[Array, "*M D"] | None = None
     input_bias: Float[Array, " D"] | None = None  # the bias of the input gate (lstm)
     input_kernel: Float[Array, "*M D"] | None = None  # the kernel of the input gate (lstm)

@@ -1,10 +1,11 @@
 """Grouped-query attention, in which several heads of queries share a head of keys and values.
 
-Head g of the keys serves the R consecutive heads g R, g R + 1, ... of the queries, the members of
-group g (Ainslie et al. 2023). Keys are never repeated in memory, unless the heads of queries are
+Head g of the keys serves R consecutive heads of queries, g R to g R + R - 1. These are the members
+of group g (Ainslie et al. 2023). Keys are never repeated in memory, unless the heads of queries are
 sharded over more devices than there are heads of keys.
 
-In shapes, H is the number of heads of queries, G of heads of keys and values, and R = H / G.
+In shapes, H is the number of heads of queries, G the number of heads of keys and values, and
+R = H / G the number of members of a group.
 """
 
 import dataclasses
@@ -22,10 +23,11 @@ from brt.ops.partial_attention import AttentionPart
 
 
 def by_head_of_group(attend: Callable[..., AttentionPart]) -> Callable[..., AttentionPart]:
-    """Returns a function for grouped heads that calls `attend`, which needs ungrouped heads.
+    """Returns a function for grouped heads that calls `attend`, a function for ungrouped heads.
 
-    Both have the contract of an implementation of `brt.ops.window_attention`. `attend` is called R
-    times, each time with one head of queries from every group; it therefore reads the keys R times.
+    Both functions have the contract of an implementation of `brt.ops.window_attention`. `attend` is
+    called once for each of the R members of a group, each time with one head of queries from every
+    group. The keys are therefore read R times.
     """
 
     def attend_by_head_of_group(inputs: Any, **options: Any) -> AttentionPart:
@@ -91,7 +93,10 @@ def spread_over_devices(x: Array, heads: int, names: tuple[str | None, ...]) -> 
 
 
 def summed_over_groups(x: Float[Array, "..."], groups: int, axis: int) -> Float[Array, "..."]:
-    """Returns the gradients of G heads of keys: sums over the groups of H heads on `axis`."""
+    """Returns the gradients of G = `groups` heads of keys.
+
+    x has H heads on `axis`, and the gradient of a head of keys is the sum over its group's members.
+    """
     members = x.shape[axis] // groups
     if members == 1:
         return x

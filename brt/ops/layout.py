@@ -1,9 +1,9 @@
 """Transposes that are stored in memory, for XLA's CPU backend.
 
-That backend can fuse a transpose with a computation, in a loop that reads the array against its
-memory order; a separate copy is three to eight times as fast. On other backends, and where an array
-is sharded, a transpose is only followed by an optimization barrier: to constrain the layout of a
-sharded array, XLA would gather it on every device.
+That backend can fuse a transpose with a computation. The loop of the fusion then reads the array
+against its memory order, and a separate copy is three to eight times as fast. On other backends,
+and where an array is sharded, a transpose is only followed by an optimization barrier: to constrain
+the layout of a sharded array, XLA would gather the array on every device.
 """
 
 import jax
@@ -15,7 +15,7 @@ from brt.ops import dispatch
 
 
 def row_major(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns x, stored in memory; in row-major order on CPUs, unless arrays are sharded."""
+    """Returns x, stored in memory. On CPUs, the order is row-major unless arrays are sharded."""
     if _compiler_chooses_order():
         return jax.lax.optimization_barrier(x)
     return jax.lax.optimization_barrier(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))

@@ -1,7 +1,7 @@
 """RMS, L2 and layer normalization over the last axis, computed in float32.
 
-RMS and L2 normalization have hand-written backward passes, which save the input or the result, and
-for each vector the factor by which it was multiplied.
+RMS and L2 normalization have hand-written gradients. The forward pass saves the input or the result
+and, for each vector, the factor by which the vector was multiplied.
 """
 
 from functools import partial
@@ -111,8 +111,8 @@ l2_normalize.defvjp(_l2_forward, _l2_backward)
 def scaled_unit(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Array:
     """Returns x / |x| * scale.
 
-    `scale` has the axes right before the last axis of x, usually only the axis of heads; each head
-    then has a separate norm.
+    `scale` has the axes right before the last axis of x. Usually this is only the axis of heads, so
+    each head has its own scale.
     """
     return _unit_forward(x, scale)[0]
 

@@ -1,7 +1,8 @@
 """Softmax attention to a subset of the keys, and the combination of several such results.
 
-The log-sum-exps of attention to the window and to a memory, for example, tell how to weight their
-outputs, so that the combination equals one softmax over all keys.
+For example, attention to the window and attention to a memory each have an output and a
+log-sum-exp. The log-sum-exps tell how to weight the outputs, so that the combination equals one
+softmax over all keys.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ class AttentionPart(NamedTuple):
     """The result of attention to a subset of the keys."""
 
     output: Float[Array, "*B K"]  # the weighted mean of the subset's values
-    # The float32 log-sum-exp of the subset's logits, which determines the weight of this subset
-    # among others; `softmax.FLOOR` (-1000) where no key is visible.
+    # The float32 log-sum-exp of the subset's logits; `softmax.FLOOR` (-1000) where no key is
+    # visible. It determines the weight of this subset among others.
     lse: Float[Array, "*B"]
 
 
@@ -55,7 +56,8 @@ def _backward(residuals: tuple, gradient: AttentionPart) -> tuple[Array, Array, 
         d_weights *= dropout.factors(weights.shape, weights.dtype)
     # The softmax's gradient needs, for each query, the sum over the keys of the weight times the
     # weight's gradient. It equals the dot product of the output and the output's gradient, so no
-    # weights are read. An elementwise product and a sum would take six times as long on CPUs.
+    # weights are read. On CPUs, an elementwise product and a sum would take six times as long as
+    # this einsum.
     mean = jnp.einsum("...k,...k->...", d_read, read)[..., None]
     mean -= gradient.lse[..., None] / sums
     d_values = matmul_tn(_dropped_weights(weights, values, dropout), d_read.astype(values.dtype))
@@ -82,8 +84,9 @@ def merge_parts(parts: Sequence[AttentionPart]) -> AttentionPart:
 
 
 def with_zero_values(part: AttentionPart, logits: Float[Array, "..."]) -> AttentionPart:
-    """Returns the part after keys with the value zero are added to its softmax. `logits`, which is
-    broadcast, is the log-sum-exp of the logits of the added keys.
+    """Returns the part that results if keys whose values are zero are added to its softmax.
+
+    `logits` is the log-sum-exp of the logits of the added keys; it is broadcast.
     """
     lse = jnp.logaddexp(part.lse, logits)
     share = jnp.exp(part.lse - lse)[..., None]

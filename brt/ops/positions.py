@@ -1,7 +1,8 @@
 """Relative positions of keys and queries: T5 buckets, ALiBi and rotary embeddings.
 
-In shapes, K is the number of channels of a head, R of buckets or of pairs of channels, O of
-offsets, and W of keys that a token sees. The offset of a key is its position minus the query's.
+In shapes, K is the number of channels of a head, R the number of buckets or of pairs of channels, O
+the number of offsets, and W the number of keys that a token sees. The offset of a key is the key's
+position minus the query's.
 """
 
 import math
@@ -60,9 +61,9 @@ def relative_buckets(
 ) -> np.ndarray:
     """Returns the index of the bucket of T5's bias for each offset, int32.
 
-    If `both_ways`, the upper half of the buckets is for keys after the query, and each half shares
-    its last bucket from `max_distance` on. Otherwise, all keys after the query have the bucket of
-    offset 0.
+    If `both_ways`, the upper half of the buckets is for keys after the query. In each half, all
+    distances from `max_distance` on share the last bucket. If not `both_ways`, all keys after the
+    query have the bucket of offset 0.
     """
     if not both_ways:
         return t5_buckets(-offsets, buckets=buckets, max_distance=max_distance)
@@ -74,7 +75,7 @@ def relative_buckets(
 def offset_bias(
     table: Float[Array, "R H"], offsets: np.ndarray, *, max_distance: int, both_ways: bool
 ) -> Float[Array, "H *N O"]:
-    """Returns the bias of each head for each of O offsets, or of N rows of O offsets.
+    """Returns the bias of each head for each of the `offsets`, an array [O] or [N, O].
 
     The buckets are those of `relative_buckets`.
     """
@@ -116,8 +117,8 @@ def _shifted_rows(
 ) -> Float[Array, "H *N Q S"]:
     """Returns the tile that has, for query i and key j, the `bias` of the offset j - i."""
     period = queries + keys
-    # The entry of `offsets` at index (j - i) mod `period` is the offset j - i of key j and query i.
-    # One entry of `offsets` belongs to no pair of key and query and is never read.
+    # The entry of `row` at index (j - i) mod `period` is the bias of the offset j - i of key j from
+    # query i. One entry of `row` belongs to no pair of a query and a key and is never read.
     row = bias((np.arange(period) + queries) % period - queries)
     # `row` is repeated and then cut into one line for each query. The lines are one entry shorter
     # than `row`, so line i + 1 begins one entry earlier in `row` than line i. This is correct,
@@ -144,8 +145,8 @@ def alibi_bias(
 ) -> Float[Array, "H W"]:
     """Returns the bias of ALiBi (Press et al. 2022) in the order of `relative_bias`.
 
-    The learned `scale` multiplies the fixed slopes of all heads; no bias is below the learned
-    -|bound|.
+    The fixed slopes of all heads are multiplied by the learned |scale|. No bias is below -|bound|,
+    where `bound` is learned, too.
     """
     slopes = 2.0 ** (-8 * np.arange(1, heads + 1) / heads)
     falling = -np.outer(slopes, _distances(window, attend_to_self)).astype(np.float32)
@@ -180,7 +181,8 @@ def rotary_speeds(
     """Returns the angles per token of rotary embeddings, for heads with `size` rotated channels.
 
     Pair i of R = size / 2 pairs rotates by base ** (-i / R) radians (Su et al. 2021), divided by
-    number i of `divisors`. A tuple of one number is for all pairs, and an empty tuple stands for 1.
+    divisors[i]. If `divisors` has a single number, all pairs are divided by it. If it is empty, no
+    pair is divided.
     """
     speeds = base ** (-np.arange(size // 2) / (size // 2))
     # The pretrained decoders of Hugging Face were trained with speeds that are rounded to float32.
@@ -189,7 +191,7 @@ def rotary_speeds(
 
 
 def rotations(first: int, count: int, speeds: RotarySpeeds) -> Rotation:
-    """Returns the cosines and sines of `count` positions from `first` on, which may be negative."""
+    """Returns cosines and sines for `count` positions from `first` on. `first` may be negative."""
     # The angles of a long segment are thousands of turns. float32 would be too coarse for them.
     angles = np.outer(np.arange(first, first + count), np.asarray(speeds.radians, np.float64))
     cosines, sines = np.cos(angles) * speeds.factor, np.sin(angles) * speeds.factor

@@ -1,4 +1,4 @@
-"""Sums that are fast on CPUs, and functions with a bias or scale, whose gradients are such sums.
+"""Sums that are fast on CPUs, and an addition and a product whose gradients are such sums.
 
 XLA's CPU backend computes a sum over leading axes against the memory order, up to 25 times more
 slowly than a matrix product. The sums are therefore computed as products with a vector of ones. The
@@ -44,8 +44,8 @@ def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
 def sequential_sum(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
     """Returns the sum of x over the first `axes` axes, by a loop that adds one term at a time.
 
-    It is faster than `sum_leading` if one term, such as x[0, ..., 0], fills a processor's cache.
-    The loop makes XLA's CPU backend store x, instead of computing x a second time for the sum.
+    The loop is faster than `sum_leading` if one term, such as x[0, ..., 0], fills a processor's
+    cache. It makes XLA's CPU backend store x, instead of computing x a second time for the sum.
     """
     if not can_merge_axes(axes):
         return jnp.sum(x, axis=tuple(range(axes)))

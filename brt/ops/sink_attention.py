@@ -5,8 +5,9 @@ A decoder that was pretrained without a window attends strongly to the first tok
 kept, at distances as if they stood right before the window: token p sees sink j at the distance
 min(p, F + S) - j, where F is the distance of the farthest key of a window.
 
-In shapes, N is the number of blocks of a segment, S of sinks, H of heads of queries, and G of heads
-of keys, each of which serves H / G consecutive heads of queries.
+In shapes, N is the number of blocks of a segment, L the number of tokens of a block, S the number
+of sinks, H the number of heads of queries, and G the number of heads of keys. Each head of keys
+serves H / G consecutive heads of queries.
 """
 
 import jax

@@ -1,7 +1,7 @@
 """The loss of speech recognition (CTC), and random masks of spectrograms (SpecAugment).
 
-In shapes, X is the number of frames of a row, F of features of a frame, C of classes (the last is
-the blank), and T of targets.
+In shapes, X is the number of frames of a row, F the number of features of a frame, C the number of
+classes (the last class is the blank), and T the number of targets.
 """
 
 import jax
@@ -40,12 +40,13 @@ def spec_augment(
     time_masks: tuple[int, int],
     feature_masks: tuple[int, int],
 ) -> Float[Array, "B X F"]:
-    """Returns the features of a spectrogram with random bands of time and of features set to 0,
-    which is the mean of normalized features (SpecAugment, Park et al., 2019).
+    """Returns a spectrogram with random bands of time and of features set to 0.
 
-    Bands are drawn for each row of the batch; `time_masks` and `feature_masks` are pairs: (number
-    of bands, largest width). The width of a band is drawn uniformly from 0 to this width, or to
-    half of the row's valid frames or of the features if that is less. The position is drawn
+    This is SpecAugment (Park et al., 2019); 0 is the mean of normalized features. The bands are
+    drawn for each row of the batch. `time_masks` and `feature_masks` are pairs (number of bands,
+    largest width). The width of a band of time is drawn uniformly from 0 to a limit, which is the
+    smaller of the largest width and half of the row's valid frames. The limit for a band of
+    features is the smaller of the largest width and half of the features. The position is drawn
     uniformly from all positions where the band fits.
     """
     keys = lane_keys(key, len(features))

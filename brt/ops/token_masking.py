@@ -16,7 +16,7 @@ from brt.ops.top_k import top_k
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 # The loss processes the slots of a row in chunks, whose size must divide the number of slots. If a
 # row has more slots than this constant, their number is therefore rounded up to a multiple of the
-# constant; otherwise the number might have no large divisor.
+# constant. Without this, the number might have no large divisor.
 _CHUNK = 128
 
 
@@ -26,7 +26,7 @@ class MaskedTokens(NamedTuple):
     inputs: Int[Array, "B T"]  # int32, the tokens that the model reads
     positions: Int[Array, "B R"]  # int32, the positions of the tokens to predict, in random order
     targets: Int[Array, "B R"]  # int32, the original tokens at these positions
-    # True for the slots with a token to predict, the first slots of a row
+    # True for slots with a token to predict, which are the first slots of a row
     scored: Bool[Array, "B R"]
 
 

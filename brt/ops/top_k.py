@@ -20,8 +20,8 @@ def _top_k(x: Array, count: int) -> tuple[Array, Array]:
 
 
 def _local_top_k(x: Array, count: int) -> tuple[Array, Array]:
-    # With more than two axes, XLA's CPU backend sorts complete rows instead of selecting the
-    # largest.
+    # The leading axes are merged, because for an array with more than two axes, XLA's CPU backend
+    # sorts complete rows instead of selecting the largest values.
     result = jax.lax.top_k(x.reshape(-1, x.shape[-1]), count)
     values, indices = (y.reshape(*x.shape[:-1], count) for y in result)
     return values, indices
@@ -57,16 +57,16 @@ def largest(
     """
     ranked = jnp.where(there, jax.lax.stop_gradient(x), -jnp.inf)
     values, indices = top_k(ranked, count)
-    # Of several entries with the value `last`, `top_k` takes the first ones, and the last of
-    # `indices` is the position of the last one taken.
-    last = values[..., -1:]
+    # If several entries have the value `smallest`, `top_k` takes the first of them, in their order.
+    # `indices[..., -1]` is the position of the last entry that it takes.
+    smallest = values[..., -1:]
     place = jnp.arange(x.shape[-1]).reshape((1,) * (x.ndim - 1) + (-1,))
-    chosen = (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
+    chosen = (ranked > smallest) | ((ranked == smallest) & (place <= indices[..., -1:]))
     return values, indices, chosen
 
 
 def take(x: Float[Array, "B H Z K"], indices: Int[Array, "B H Q R"]) -> Float[Array, "B H Q R K"]:
-    """Returns the vectors [K] of x at each head's own Q x R indices, from 0 to Z - 1."""
+    """Returns, for each head, the vectors [K] of x at the head's indices (from 0 to Z - 1)."""
 
     def take_in_head(x: Array, indices: Array) -> Array:
         return x.at[indices].get(mode="promise_in_bounds")

@@ -87,11 +87,11 @@ def l2_normalize_rows_backward(
     gradient: Float[Array, "*B R K"],
     inverse: Float[Array, "*B R 1"] | None = None,
 ) -> tuple[Float[Array, "*B R K"], Float[Array, "*B R 1"]]:
-    """Returns the gradient of x, where `gradient` is that of u = x / |x|; and, for each row,
-    the dot product of `gradient` and u.
+    """Returns the gradient of x and, for each row, the dot product of `gradient` and u = x / |x|.
 
-    Both results are float32. The dot products give the gradient of a scale. If `inverse` (1 / |x|)
-    is None, it is computed again, which takes longer than the rest of the function.
+    `gradient` is the gradient of u. Both results are float32. The dot products give the gradient of
+    a scale. If `inverse` (1 / |x|) is None, it is computed again, which takes longer than the rest
+    of the function.
     """
     if inverse is None:
         direction, inverse = l2_normalize_rows(x)
@@ -105,7 +105,7 @@ def head_block_spec(*shape: int) -> Any:
     """Returns the block spec with which a step of the grid reads one head of one row of the batch.
 
     The array has the axes [B, H, *shape]. The first two axes of the kernel's grid must be the heads
-    and the rows.
+    and the rows of the batch.
     """
     return pl.BlockSpec((None, None, *shape), lambda h, b, *_: (b, h, *(0 for _ in shape)))
 

@@ -6,8 +6,9 @@ body only once.
 
 A module consists of computations, which are lists of instructions. An instruction may call another
 computation, such as the body of a loop. If an instruction reads or updates only some slices or rows
-of an array, only these count as its bytes. `computation` is the name of the computation that has an
-instruction, `called` that of a fusion's computation, and `inside` are a computation's instructions.
+of an array, only these count as the instruction's bytes. In arguments and variables, `computation`
+is the name of the computation that contains an instruction, `called` is the name of the computation
+of a fusion, and `inside` has the instructions of a computation.
 
 The compiler starts some collectives early, so that they run while the device computes. In the text
 of a program, such a collective has a start and a done instruction, and the instructions between the
@@ -99,8 +100,8 @@ def size(text: str) -> int:
 class Module:
     """A parsed HLO module, from the text that `jax.stages.Compiled.as_text` returns.
 
-    `computations` has the instructions of each computation, both by name; `entry` is the name of
-    the computation that runs first.
+    `computations` maps the name of each computation to a dictionary, which maps names to the
+    computation's instructions. `entry` is the name of the computation that runs first.
     """
 
     def __init__(self, text: str):
@@ -125,7 +126,7 @@ class Module:
             return int(stated[1])
         condition = self.computations.get(loop.called("condition") or "", {})
         for instruction in condition.values():
-            # Loops over the shares of a sharded matrix, which XLA itself writes, count in u32.
+            # XLA itself writes loops over the shares of a sharded matrix; these loops count in u32.
             integer = re.match(r"[su](32|64)\[\]", instruction.type)
             if instruction.operation == "constant" and integer:
                 return int(instruction.body)
@@ -156,7 +157,7 @@ class Module:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yields a line per instruction; joins attributes of kernels that span several lines."""
+    """Yields one line per instruction; the several lines of a kernel's attributes are joined."""
     pending = ""
     for line in text.splitlines():
         if line.startswith(('"', "}")) and not _END.match(line):
@@ -273,7 +274,8 @@ def _summands(instruction: Instruction, left: tuple[int, ...], right: tuple[int,
 
 # These operations read at most as many bytes of their first operand as their result has.
 _SLICES = "slice", "dynamic-slice", "gather"
-# These operations update their first operand in place; the number is the index of the new values.
+# These operations update their first operand in place. The number is the index of the operand that
+# has the new values.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # The type of an asynchronous copy is a tuple; `_STARTS` has the index of the result in the tuple.
 _STARTS = {"copy-start": 0, "slice-start": 1}
@@ -282,7 +284,8 @@ _STARTS = {"copy-start": 0, "slice-start": 1}
 def traffic(module: Module, computation: str, instruction: Instruction, anywhere: bool) -> int:
     """Returns the bytes that an instruction reads and writes in the main memory (HBM).
 
-    If `anywhere` is True, the bytes in all memories are counted, but 0 for a copy between memories.
+    If `anywhere` is True, the bytes in all memories count, except that a copy from one memory to
+    another counts 0 bytes.
     """
     inside = module.computations[computation]
     sources = [shapes(inside[o].type) if o in inside else [] for o in instruction.operands]
@@ -309,7 +312,7 @@ def traffic(module: Module, computation: str, instruction: Instruction, anywhere
         read = [min(read[0], size(instruction.type)), *indices]
     elif instruction.operation in _UPDATES:
         source, update = _UPDATES[instruction.operation], _updated(inside, instruction)
-        # A scatter reads the old values, which it adds to, and the indices.
+        # A scatter also reads the indices, and the old values, to which it adds the new ones.
         old = [min(read[0], update), read[1]] if instruction.operation == "scatter" else []
         read, written = [*old, read[source]], [min(written[0], update)]
     return sum(read) + sum(written)
@@ -324,7 +327,10 @@ def _copies_between_memories(instruction: Instruction, sources: list[list[Shape]
 
 
 def _slices(module: Module, called: str) -> dict[int, int]:
-    """Returns, by index, the bytes that a fusion reads of parameters it only slices or updates."""
+    """Returns how many bytes a fusion reads of each parameter that it only slices or updates.
+
+    The keys are the indices of these parameters.
+    """
     inside = module.computations[called].values()
     sizes = {
         int(instruction.body): _sliced(module, called, instruction.name)
@@ -335,7 +341,7 @@ def _slices(module: Module, called: str) -> dict[int, int]:
 
 
 def _sliced(module: Module, computation: str, name: str) -> int | None:
-    """Returns the bytes of the slices that are read of an array; None if all of it is read."""
+    """Returns how many bytes of an array are read in slices; None if the whole array is read."""
     users = [
         instruction
         for instruction in module.computations[computation].values()
@@ -360,7 +366,10 @@ def _sliced(module: Module, computation: str, name: str) -> int | None:
 
 
 def _updates(module: Module, called: str) -> list[int | None]:
-    """Returns the bytes that a fusion writes of each result; None if it is not updated in place."""
+    """Returns how many bytes a fusion writes of each result that it updates in place.
+
+    For other results, the list has None.
+    """
     inside = module.computations[called]
     root = next(instruction for instruction in inside.values() if instruction.is_root)
     results = [inside[o] for o in root.operands] if root.operation == "tuple" else [root]
@@ -398,8 +407,10 @@ class Overlap(NamedTuple):
 
 
 class Overlaps:
-    """Finds the collectives of a program that run beside other instructions. The methods are called
-    with all instructions, in their order; `found` has the collectives that have ended.
+    """Finds the collectives of a program that run beside other instructions.
+
+    The methods are called for all instructions in the order of the program. `found` has the
+    collectives that have ended so far.
     """
 
     def __init__(self, module: Module):
@@ -409,7 +420,7 @@ class Overlaps:
         self._running: dict[str, Overlap] = {}
 
     def started(self, instruction: Instruction, times: int) -> Overlap | None:
-        """Returns the collective that the next instruction starts; None if it starts none."""
+        """Returns the collective that an instruction starts; None if it starts none."""
         if not (collective := self._collective(instruction)):
             return None
         kind = collective.operation.removesuffix("-start")
@@ -418,7 +429,10 @@ class Overlaps:
         return started
 
     def ended(self, instruction: Instruction) -> bool:
-        """Returns True if an instruction waits for the end of a collective; adds it to `found`."""
+        """Returns True if an instruction waits for the end of a collective.
+
+        The collective is then added to `found`.
+        """
         if not instruction.name.startswith(_FUSED_DONE) and not (
             instruction.operation.endswith("-done")
             and instruction.operation.removesuffix("-done") in COLLECTIVES
@@ -491,8 +505,9 @@ class Cost(NamedTuple):
     flops: float = 0.0  # floating-point operations of matrix products
     bytes: float = 0.0  # bytes read from and written to the main memory (HBM)
     # A lower bound of the step's cycles, without waiting for other devices; 0 if unknown. It uses
-    # the compiler's estimates and, for a Pallas kernel, the largest of three times: its schedule,
-    # its products at the chip's peak, its bytes at the bandwidth. For GPUs, see `_gpu_cycles`.
+    # the compiler's estimates and, for a Pallas kernel, the largest of three times: the time of its
+    # schedule, of its products at the chip's peak rate, and of its bytes at the memory's bandwidth.
+    # For GPUs, see `_gpu_cycles`.
     cycles: float = 0.0
     # Bytes read from and written to any memory, including on-chip memory; copies from one memory to
     # another do not count.
@@ -503,8 +518,10 @@ class Cost(NamedTuple):
 
 
 class CollectiveCost(NamedTuple):
-    """Costs of one kind of collective operation in a step on one device, such as "all-reduce", or
-    "all-reduce between slices" for the part of it that crosses the network of the data centre.
+    """Costs of one kind of collective operation in a step on one device.
+
+    A kind is, for example, "all-reduce" within slices or "all-reduce between slices". The latter
+    crosses the network of the data centre.
     """
 
     times: int = 0  # number of executions
@@ -512,7 +529,7 @@ class CollectiveCost(NamedTuple):
 
 
 class InstructionGroup(NamedTuple):
-    """Instructions that differ only in the numbers in their names, such as one of each layer."""
+    """Instructions that differ only in the numbers in their names, as those of equal layers do."""
 
     part: str  # the part of the model
     operation: str  # the name of the instruction without its numbers
@@ -530,8 +547,8 @@ class Costs(NamedTuple):
     unknown: tuple[str, ...] = ()  # names of Pallas kernels whose cycles are unknown
     instructions: tuple[InstructionGroup, ...] = ()  # most expensive first, without collectives
     overlaps: tuple[Overlap, ...] = ()  # collectives that run beside other instructions
-    # The cycles in `parts` of Pallas kernels whose products or bytes take longer at the chip's peak
-    # rates than their schedules, so that `parts` has their cycles at the peak rates.
+    # If the products or bytes of a Pallas kernel take longer at the chip's peak rates than the
+    # kernel's schedule, `parts` has the cycles at the peak rates. This is the sum of such cycles.
     cycles_at_peak: float = 0.0
 
     @property
@@ -553,7 +570,8 @@ def costs(text: str, chip: str = "") -> Costs:
     collectives: dict[str, CollectiveCost] = collections.defaultdict(CollectiveCost)
     groups: dict[tuple[str, ...], InstructionGroup] = {}
     unknown, overlaps, at_peak = set(), Overlaps(module), 0.0
-    transfers: dict[str, tuple[str, CollectiveCost]] = {}  # kind and cost of each, by its name
+    # The kind and the cost of each transfer between slices, by the name of the transfer.
+    transfers: dict[str, tuple[str, CollectiveCost]] = {}
     for computation, instruction, times in module.executed_instructions():
         if transfer := _HOST_TRANSFER.search(instruction.attributes):
             if instruction.operation in ("send", "recv"):
@@ -598,7 +616,7 @@ def costs(text: str, chip: str = "") -> Costs:
 
 
 def _group_key(instruction: Instruction, source: str) -> tuple[str, str, str]:
-    """Returns operation, result and source without the numbers that distinguish layers."""
+    """Returns the `operation`, `result` and `source` of an instruction's `InstructionGroup`."""
     name = re.sub(r"(\.\d+)+$", "", instruction.name)
     result = re.sub(r"\{[^{}]*\}", "", instruction.type)
     return name, result, re.sub(r"\d+", "#", source.split(";")[0])
@@ -610,7 +628,7 @@ def part_of(source: str) -> str:
 
 
 def _neighbour(module: Module, computation: str, instruction: Instruction) -> str:
-    """Returns the path of names of an operand or user of an instruction; "" if none has a path."""
+    """Returns the `source` of an operand or a user of an instruction; "" if none has a source."""
     inside = module.computations[computation]
     for operand in instruction.operands:
         if operand in inside and inside[operand].source:
@@ -631,7 +649,7 @@ def instruction_cost(
     main_memory, anywhere = (
         traffic(module, computation, instruction, flag) for flag in (False, True)
     )
-    # A kernel may read an array several times.
+    # A kernel may read an array several times, but `traffic` counts each array once.
     repeated = max(0, kernel_cycles.bytes_accessed(instruction.attributes) - anywhere)
     main_memory, anywhere = main_memory + repeated, anywhere + repeated
     cycles = float(instruction.cycles)
@@ -643,8 +661,10 @@ def instruction_cost(
 
 
 def _gpu_cycles(flops: float, size: int, chip: str) -> float:
-    """Returns the cycles of a kernel that reaches the shares of the peak that large products and
-    copies reached on an H100 (748 of 989 TFLOP/s, 3 of 3.35 TB/s). Its start takes 2 us.
+    """Returns an estimate of the cycles of a GPU kernel, including 2 us for its start.
+
+    On an H100, large products reached 748 of 989 TFLOP/s, and large copies 3 of 3.35 TB/s. The
+    kernel is assumed to reach the same shares of its chip's peak rates.
     """
     products, memory = _least(flops, size, chip)
     return max(products * 989 / 748, memory * 3.35 / 3) + 2e-6 * CHIPS[chip].clock

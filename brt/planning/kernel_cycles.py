@@ -26,11 +26,11 @@ def _by_chip(table: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, int]]:
 
 # A chip of type v4 or v5p has two cores. Each core runs half of the steps of a kernel's grid.
 _CORES = {"v4": 2, "v5p": 2}
-# BUNDLES has the number of bundles of a grid step in bfloat16, by kernel and chip, without those of
-# PASS_BUNDLES, which are executed once in a pass. It is 0 if the chip cannot or need not run the
-# kernel. The numbers in a name are sizes of the arrays of a grid step, such as queries, keys and
-# head size. The compiler may produce different schedules for the same kernel when other code
-# changes; the table has the longest schedule that was observed.
+# BUNDLES has the number of bundles of a grid step in bfloat16, by kernel and chip. Bundles that are
+# executed only once in a pass are not included; PASS_BUNDLES has their number. A number of 0 means
+# that the chip cannot or need not run the kernel. The numbers in a name are sizes of the arrays of
+# a grid step, such as queries, keys and head size. The compiler may produce different schedules for
+# the same kernel when other code changes; the table has the longest schedule that was observed.
 BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
     {
         # The sizes of attention are heads, queries, keys and the width of all heads of a step. For
@@ -43,7 +43,7 @@ BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
         "document_attention_1x512x512x128": (3015, 2078, 2379, 1484),
         "document_attention_backward_1x512x512x128": (4230, 3548, 3716, 2414),
         # Layers of Llama 3.2 1B and SmolLM2-135M have windows of 2,048 and heads of 64. On v4, the
-        # arrays of a window do not fit into VMEM, and it is split into sub-windows of 1,024.
+        # arrays of a window do not fit into VMEM, so a window is split into sub-windows of 1,024.
         "window_attention_1x1024x1024x64": (8977, 5315, 5764, 3881),
         "window_attention_backward_1x1024x1024x64": (12354, 11490, 11835, 6229),
         "document_attention_1x1024x1024x64": (9491, 5610, 6009, 4215),
@@ -154,7 +154,8 @@ def cycles(attributes: str, chip: str) -> float:
 def kernels(attributes: str) -> set[str]:
     """Returns the name, with sizes and dtype, of the Pallas kernel that an instruction calls.
 
-    The result is a set, empty without a kernel, so that callers can unite several results.
+    The result is a set, so that callers can unite several results. It is empty if the instruction
+    calls no Pallas kernel.
     """
     match = _NAME.search(attributes)
     return {"_".join(match.groups()[:3])} if match else set()
@@ -172,6 +173,6 @@ def flops(attributes: str) -> float:
 
 
 def bytes_accessed(attributes: str) -> int:
-    """Returns the bytes of HBM that a Pallas kernel states in its cost estimate; 0 if none."""
+    """Returns the bytes of HBM that a kernel states in its cost estimate; 0 if it states none."""
     match = _BYTES.search(attributes)
     return int(match[1]) if match else 0

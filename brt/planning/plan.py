@@ -71,12 +71,12 @@ class Plan(NamedTuple):
     def step_seconds(self) -> dict[str, float]:
         """Lower bounds on the step time in seconds, by name; empty if the chip is unknown.
 
-        `products`, `memory`, `network` and `slices` are the times of matrix products, memory
-        traffic, and collectives within and between slices at the chip's peak rates, and `roofline`
-        is their maximum. `compiler` is the time of the estimated cycles plus
-        `network` and `slices`, less `covered_seconds`; it is missing if there is no such estimate.
-        Pallas kernels of GPUs do not state their FLOPs, so `products` is at least the time of the
-        FLOPs of the model.
+        These four are times at the chip's peak rates: `products` of matrix products, `memory` of
+        memory traffic, `network` of collectives within slices, and `slices` of collectives between
+        slices. `roofline` is their maximum. `compiler` is the time of the estimated cycles plus
+        `network` and `slices`, less `covered_seconds`; it is missing if the cycles are not
+        estimated. Pallas kernels of GPUs do not state their FLOPs, so `products` is at least the
+        time of the FLOPs of the model.
         """
         chip = self.topology.chip
         if chip is None:
@@ -102,8 +102,9 @@ class Plan(NamedTuple):
 
     @property
     def covered_seconds(self) -> float:
-        """Seconds during which collectives, at the links' bandwidth, run beside other instructions;
-        0 if the chip is unknown.
+        """Seconds during which collectives run beside other instructions; 0 for unknown chips.
+
+        The collectives are assumed to send their data at the bandwidth of the chip's links.
         """
         chip = self.topology.chip
         if chip is None:
@@ -158,8 +159,9 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
 def compile_with_known_options(
     lowered: Any, options: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Compiles a `jax.stages.Lowered` with those of the `options` that this version of the compiler
-    has. Returns the compiled program, and the options that the compiler has.
+    """Compiles a `jax.stages.Lowered` with the `options` that the installed compiler knows.
+
+    Returns the compiled program and the options with which it was compiled.
     """
     known = dict(options)
     while True:
@@ -173,11 +175,11 @@ def compile_with_known_options(
 
 
 def shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, int, int | None]:
-    """Returns what lowering the train step and a report about it need.
+    """Returns the values that are needed to lower the train step and to report on it.
 
-    These are the config with all sizes filled in, the shapes of the run, a batch, and for a whole
-    step, the number of positions and the FLOPs (None if unknown). The data are read only if sizes
-    depend on the data.
+    These are the config with all sizes filled in, the shapes of the run, a batch, the number of
+    positions of a whole step, and the FLOPs of a whole step (None if unknown). The data are read
+    only if sizes depend on the data.
     """
     task, reader = tasks.from_config(config), None
     batch = task.example_row(config) if task.sizes_are_configured(config) else None
@@ -212,8 +214,9 @@ def _bytes(tree: PyTree) -> int:
 
 
 def meshes_of(config: Config, devices: int, slices: int = 1) -> list[MeshConfig]:
-    """Returns all meshes of a number of devices whose axes divide the sizes that they shard, and
-    of which only `data` crosses slices.
+    """Returns all possible meshes of a number of devices.
+
+    Each axis of a mesh divides the sizes that it shards, and only the axis `data` crosses slices.
     """
     needs = tasks.from_config(config).sharded_sizes(config)
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
@@ -337,7 +340,7 @@ def _utilization(plan: Plan) -> dict[str, float]:
 
 
 def _devices(plan: Plan) -> str:
-    """Describes the devices of the mesh, and the number of existing devices if it is larger."""
+    """Describes the devices of the mesh, and says how many devices exist if there are more."""
     existing = len(plan.topology.devices)
     of = "" if plan.used == existing else f" of {existing}"
     devices = "device" if existing == 1 else "devices"
@@ -449,7 +452,7 @@ def _pace(plan: Plan) -> list[str]:
 
 
 def verdict(plan: Plan, config: Config) -> str:
-    """Returns a sentence: whether the step fits into memory, or which settings make it fit."""
+    """Returns a text that says whether the step fits into memory and, if not, what would help."""
     chip = plan.topology.chip
     if chip is None:
         return "Whether it fits: this device does not say how much memory it has."
@@ -467,8 +470,9 @@ def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
     state = plan.parameters + plan.optimizer
     lanes = config.training.batch_size // config.training.gradient_accumulation
     shared = plan.mesh["data"] * plan.mesh["fsdp"]
-    # Half of the segment is rounded down to whole blocks. Each device must have the same number of
-    # rows of a microbatch.
+    # `segment` is half of the segment length, rounded down to whole blocks. `microbatches` is the
+    # smallest number of parts into which a microbatch can be split so that each device has the same
+    # number of rows of a part. It is 0 if there is no such number.
     block = getattr(section, "block_length", 0)
     segment = block and config.training.segment_length // block // 2 * block
     microbatches = next(

@@ -1,4 +1,4 @@
-"""Large files in buckets, of which only the parts are copied that are read."""
+"""Reads large files in buckets, and copies only those parts that are read."""
 
 import errno
 import threading
@@ -19,8 +19,9 @@ class RemoteFile:
     """A file in a bucket, whose parts are copied when they are read or will probably be read.
 
     A part is a block of the file. If `bounds` (int64 [documents + 1], in bytes) says where
-    documents begin and end, a part is what a block has of one document, because rows of a batch
-    read documents in random order. A `place` is the first byte and the end of a part.
+    documents begin and end, blocks are divided there, so that a part belongs to one document. This
+    is useful because the rows of a batch read documents in random order. The `place` of a part is
+    the position of its first byte, and the position after its last byte.
     """
 
     def __init__(self, bucket: Bucket, key: str, size: int, bounds: np.ndarray | None = None):
@@ -32,7 +33,7 @@ class RemoteFile:
         self._pool = ThreadPoolExecutor(_THREADS, "blocks")
 
     def read(self, start: int, count: int) -> bytes:
-        """Returns `count` bytes from `start`; an OSError says that they cannot be read."""
+        """Returns `count` bytes from `start` on; raises OSError if they cannot be read."""
         places = self._places(start, count)
         wanted = [self._part(place) for place in places]
         if following := self._following(places[-1]):
@@ -41,14 +42,14 @@ class RemoteFile:
         return content[start - places[0][0] :][:count]
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Begins to copy what is read next: ranges, each a first byte and a number of bytes."""
+        """Begins to copy ranges that are read next, each a first byte and a number of bytes."""
         places = {place for start, count in ranges for place in self._places(start, count)}
         self._kept = max(_KEPT, 2 * len(places))
         for place in sorted(places):
             self._part(place)
 
     def _places(self, start: int, count: int) -> list[tuple[int, int]]:
-        """Returns the first byte and the end of each part that has bytes of a range."""
+        """Returns the places of the parts that contain the `count` bytes from `start` on."""
         whole = self._place(start)
         if start + count <= whole[1]:
             return [whole]

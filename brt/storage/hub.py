@@ -22,10 +22,10 @@ def fetch(
 ) -> Path:
     """Fetches the files of a repository that match patterns; returns its local directory.
 
-    `kind` is "model" or "dataset", and `without` are patterns of files to leave out. ConfigError,
-    which calls the repository `name`, is raised if the files do not exist or cannot be fetched.
+    `kind` is "model" or "dataset", and `without` are patterns of files to leave out. ConfigError is
+    raised if the files do not exist or cannot be fetched; its message calls the repository `name`.
     """
-    # The import takes a second, and most commands read local files.
+    # This import takes a second, and most commands do not need it, because they read local files.
     from huggingface_hub import errors, snapshot_download
 
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")

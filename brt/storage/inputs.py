@@ -12,7 +12,7 @@ from brt.storage import hub, mirror, places
 
 
 def matching(name: str) -> str:
-    """Returns the name of a source of documents, which may be a pattern, as a local path.
+    """Returns the local path, or the local pattern, that the name of a source stands for.
 
     Files in a bucket or on the hub that match the name are copied. Other names are returned as
     `places.parse` returns them.
@@ -37,7 +37,8 @@ def matching(name: str) -> str:
 
 
 def _nothing(place: places.Place) -> DataError:
-    # For gs://, a list that is refused looks like an empty one.
+    # For gs://, a list that is refused looks like an empty list. The message therefore speaks of
+    # permission.
     return DataError(
         f"{place} names nothing that the credentials of this machine have permission to list"
     )

@@ -1,8 +1,9 @@
 """The lock of a run directory in a bucket: an object that its holder renews.
 
-A bucket has no locks that end with a process. A process that finds the object watches it: if it is
-not renewed for LEASE_SECONDS, its holder is dead or cut off, and the process takes over. A holder
-that cannot renew it for LEASE_SECONDS stops by itself. Clocks of machines are not compared.
+A bucket has no locks that end with a process. A process that finds the object watches it. If the
+object is not renewed for LEASE_SECONDS, the holder is dead or cut off, and the watching process
+takes over. A holder that cannot renew the object for LEASE_SECONDS stops by itself. Each machine
+measures this time with its own clock; the clocks of two machines are not compared.
 """
 
 import contextlib
@@ -27,9 +28,9 @@ _KEY = ".lock"
 class Lease:
     """Context that holds the lock of a run directory in a bucket; a thread renews it.
 
-    `lost` is a sentence that says why the process does not hold it any more, or "". `warn` is
-    called if the lock is taken over from a trainer that did not end in an orderly way. ConfigError
-    is raised if another trainer holds it.
+    `lost` is a sentence that says why the process does not hold the lock any more; "" while the
+    process holds it. `warn` is called with a message if a trainer has ended without releasing the
+    lock, or may have. ConfigError is raised if another trainer holds the lock.
     """
 
     def __init__(self, bucket: Bucket, place: str, warn: Callable[[str], None]):
@@ -57,7 +58,9 @@ class Lease:
         self._ended.set()
         self._thread.join()
         if not self.lost:
-            with contextlib.suppress(BrtError):  # The next trainer takes over from this one.
+            # Errors are ignored: if the lock is not emptied, the next trainer waits, and then takes
+            # over as from a trainer that was killed.
+            with contextlib.suppress(BrtError):
                 self._replace(self._generation, b"")
 
     def confirm(self) -> None:
@@ -82,7 +85,8 @@ class Lease:
         begin = _now()
         written = self._bucket.write(_KEY, content, replaces=generation)
         if written is None:
-            # The last write may have failed here, and yet have been carried out.
+            # An earlier write may count as failed here, although the bucket has carried it out. The
+            # lock then has this holder's id.
             found = self._bucket.read(_KEY)
             if found and _parsed(found.content).get("id") == self._holder["id"]:
                 written = self._bucket.write(_KEY, content, replaces=found.generation)
@@ -102,7 +106,10 @@ class Lease:
                 )
 
     def _wait_until_abandoned(self, generation: bytes, holder: dict[str, Any]) -> None:
-        """Waits LEASE_SECONDS if the holder may live; ConfigError if the lock changes or goes."""
+        """Waits LEASE_SECONDS, unless the holder is known to be dead.
+
+        Raises ConfigError if the lock changes or is deleted meanwhile.
+        """
         name = str(holder.get("holder", "unknown"))[:200]
         end = _now() + LEASE_SECONDS
         if not (dead := _has_ended(holder)):
@@ -146,7 +153,7 @@ def machine() -> str:
 
 
 def _has_ended(holder: dict[str, Any]) -> bool:
-    """Returns True if the holder was a process of this machine that is gone."""
+    """Returns True if the holder was a process of this machine that has ended."""
     if holder.get("machine") != machine() or not isinstance(holder.get("pid"), int):
         return False
     try:

@@ -1,11 +1,13 @@
 """Local copies of places in buckets.
 
-A mirror copies small objects when it is opened or refreshed. What is large is copied when it is
-asked for (`fetch`): the arrays of checkpoints. `publish` copies back what has changed since, and
-deletes nothing: what was deleted here stays in the bucket unless `removed` says so.
-Objects cannot be renamed, so a checkpoint counts when its manifest is there, which is written last
-and deleted first. The copy is deleted when the process ends, or, if the process was killed, by the
-next one that makes a copy.
+A mirror copies small objects when it is opened or refreshed. Large objects, such as the arrays of
+checkpoints, are copied when they are asked for (`fetch`). `publish` copies a file to the bucket if
+the file has changed since it was copied. `publish` deletes nothing in the bucket: a file that was
+deleted here stays there until `removed` deletes it.
+
+Objects cannot be renamed. A checkpoint therefore counts as complete when its manifest exists; the
+manifest is written last and deleted first. A local copy is deleted when the process ends. If the
+process was killed, the next process that makes a copy deletes the old one.
 """
 
 import atexit
@@ -47,12 +49,13 @@ _LOCAL = re.compile(r"(.*/)?(\.brt\.[0-9a-f]+\.partial|\.[^/]*lock)(/.*)?", re.D
 _LOCAL_OF_RUN = re.compile(r"(.*/)?(heartbeat|checkpoints/\d+\.(partial|deleted))(/.*)?", re.DOTALL)
 _IN_CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/\d+/", re.DOTALL)
 _CHECKPOINT = re.compile(rf"((?:.*/)?checkpoints/\d+/){re.escape(MANIFEST)}", re.DOTALL)
-# Files of every run after its first save. If one exists, an empty list of objects is wrong.
+# Every run has these files after its first save. If one of them exists in the bucket, an empty list
+# of its objects is wrong.
 _ALWAYS = "config.json", "last_checkpoint.txt", "metrics.jsonl", "provenance.json"
 _HELD = ".held by brt"  # the lock file of a local copy
 _THREADS = 4  # This number of files is copied at a time.
-# Of files that are larger than this number of bytes, one is copied back at a time. TensorStore
-# needs three times the size of a file in memory.
+# Files that are larger than this number of bytes are copied back one at a time, because TensorStore
+# needs memory for three times the size of a file.
 _LARGE = 128 << 20
 # A trainer copies its changes back every _PUBLISH_SECONDS, or less often if this would take more
 # than _PUBLISH_SHARE of the time.
@@ -60,7 +63,7 @@ _PUBLISH_SECONDS, _PUBLISH_SHARE = 10, 0.05
 
 
 class _Stamp(NamedTuple):
-    """The size and time of a local file, which show whether it has changed since its copy."""
+    """The size and time of a local file, which show whether it has changed since it was copied."""
 
     size: int
     mtime: int
@@ -75,13 +78,16 @@ def _stamp(path: Path) -> _Stamp | None:
 
 
 class Storage:
-    """The storage of a local path. The methods copy nothing here; a `Mirror` does what they say."""
+    """The storage of a local path. In this class, the methods copy nothing.
+
+    Their docstrings say what they do in the subclass `Mirror`.
+    """
 
     def refresh(self) -> None:
         """Copies small objects that are new or have changed since the last copy."""
 
     def fetch(self, directory: Path) -> None:
-        """Copies the missing files of a directory, or of a checkpoint those in its manifest."""
+        """Copies the missing files of a directory; of a checkpoint, only those in its manifest."""
 
     def need(self, file: Path) -> None:
         """Copies a file from the bucket, unless the local copy has it."""
@@ -89,7 +95,7 @@ class Storage:
     def remote(self, file: Path, size: int, bounds: np.ndarray | None = None) -> RemoteFile | None:
         """Returns a file of `size` bytes that is read in parts; None if it is on this machine.
 
-        `bounds` says where its documents begin and end (see `RemoteFile`).
+        `bounds` says where the documents of the file begin and end (see `RemoteFile`).
         """
         return None
 
@@ -97,16 +103,20 @@ class Storage:
         """Copies changed files to the bucket."""
 
     def removed(self, path: Path) -> None:
-        """Deletes in the bucket what was deleted here, a file or a checkpoint (manifest first)."""
+        """Deletes in the bucket what was deleted here, first the manifest of a checkpoint."""
 
     def publish_file(self, file: Path) -> None:
-        """Copies a file to the bucket, even if `publish` leaves it out or another thread copies."""
+        """Copies a file to the bucket at once, even if `publish` leaves the file out.
+
+        It does not wait for other threads that copy files.
+        """
 
     @contextlib.contextmanager
     def held(self, warn: Callable[[str], None]) -> Iterator[None]:
-        """Context in which only this process may write to a run directory, and copies changes back.
+        """Context in which only this process may write to a run directory.
 
-        `warn` is called with warnings. ConfigError is raised if another trainer uses the directory.
+        Changes are copied to the bucket regularly and at the end. `warn` is called with warnings.
+        ConfigError is raised if another trainer uses the directory.
         """
         yield
 
@@ -143,9 +153,9 @@ class Mirror(Storage):
     def __init__(self, place: Place, path: Path, of_run: bool = True):
         self.place, self.path, self.of_run, self.process = place, path, of_run, os.getpid()
         self.bucket = Bucket(place)
-        self._known: dict[str, _Stamp | None] = {}  # of files when they were copied, by key
+        self._known: dict[str, _Stamp | None] = {}  # stamps at the time of the copy, by key
         self._generations: dict[str, bytes] = {}
-        self._uploaded: dict[str, _Stamp | None] = {}  # by keys that files will get
+        self._uploaded: dict[str, _Stamp | None] = {}  # as `_known`, for files of `upload`
         self._turn = threading.RLock()
         self._lease: Lease | None = None
         self._lost = ""
@@ -153,7 +163,7 @@ class Mirror(Storage):
         self._probed: set[str] = set()
 
     def refresh(self) -> None:
-        if self._lease:  # What is here is newer than what is in the bucket.
+        if self._lease:  # The files of the lock's holder are newer than those in the bucket.
             return
         self._refresh()
 
@@ -164,7 +174,7 @@ class Mirror(Storage):
             for key in self._known.keys() - keys:
                 self._forget(key)
             manifests = {k: g for k, g in self._generations.items() if _CHECKPOINT.fullmatch(k)}
-            for key, _ in self.bucket.changed(manifests):  # The checkpoint was written anew.
+            for key, _ in self.bucket.changed(manifests):  # This checkpoint was written anew.
                 directory = key.removesuffix(MANIFEST)
                 for part in [known for known in self._known if known.startswith(directory)]:
                     self._forget(part)
@@ -180,7 +190,7 @@ class Mirror(Storage):
 
     def _all_keys(self) -> list[str]:
         """Returns all keys; raises ConfigError if the list is empty because it was refused."""
-        for again in False, True:  # An object may have been written since the list was made.
+        for again in False, True:  # Objects may have been written after the first list was made.
             keys = self._keys()
             if keys or not any(map(self.bucket.exists, sorted({*self._known, *_ALWAYS}))):
                 break
@@ -238,7 +248,7 @@ class Mirror(Storage):
             self._known |= {k: s for k, s in self._uploaded.items() if stamps.get(k) == s}
             changed = [key for key, stamp in stamps.items() if self._known.get(key) != stamp]
             manifests = {key for key in self._known if _CHECKPOINT.fullmatch(key)}
-            # A checkpoint that is written anew does not count meanwhile.
+            # A checkpoint that is written anew is invalid meanwhile: its manifest is deleted first.
             self._delete(sorted(manifests.intersection(changed)))
             for batch in _in_order(changed):
                 with ThreadPoolExecutor(_THREADS, "publishing") as pool:
@@ -299,7 +309,7 @@ class Mirror(Storage):
                 if size > _LARGE:
                     stack.enter_context(self._large)
                 content = path.read_bytes()
-            except FileNotFoundError:  # It was removed since, as old samples and checkpoints are.
+            except FileNotFoundError:  # A run deletes old samples and checkpoints.
                 return None
             if not self._lease:
                 return self.bucket.write(key, content)
@@ -392,7 +402,8 @@ class Mirror(Storage):
                     self._store(key, found.generation, [found.content])
 
     def _keys(self, prefix: str = "") -> list[str]:
-        # Consoles create empty objects whose names end with a slash, as directories.
+        # To show directories, the consoles of the services create empty objects whose names end
+        # with a slash.
         keys = [key for key in self.bucket.keys(prefix) if key and not key.endswith("/")]
         for key in keys:
             if problem := key_problem(key):
@@ -516,11 +527,11 @@ def readable(name: str | os.PathLike[str], asked: str = "") -> str:
 
 
 def writable(name: str | os.PathLike[str], asked: str = "", *, new: bool = False) -> str:
-    """Returns the local path to write to; what is written is copied if `name` is in a bucket.
+    """Returns the local path to write to; if `name` is in a bucket, `publish` copies the files.
 
-    Existing objects are not copied to this machine. ConfigError, which names the setting or
-    argument `asked`, is raised if the place may not be written to or, for a `new` directory, if its
-    objects may not be listed.
+    Existing objects are not copied to this machine. ConfigError is raised if the place may not be
+    written to. For a `new` directory, it is also raised if the objects of the directory may not be
+    listed. `asked` is as in `places.parse`.
     """
     place = parse(name, asked)
     if isinstance(place, str):
@@ -586,15 +597,16 @@ def _new_root() -> Path:
     """Creates a directory for one copy, and deletes those that killed processes have left."""
     place = user_cache.writable() / "buckets"
     user_cache.make(place)
-    with (place / ".lock").open("ab") as turn:  # No other process looks before `root` is locked.
+    with (place / ".lock").open("ab") as turn:  # No other process sees `root` unlocked.
         durable.acquire_lock(turn, wait=True)
-        # Machines that share the directory may not see each other's locks.
+        # Machines that share the directory may not see each other's locks, so each machine deletes
+        # only its own copies.
         own = hashlib.sha256(machine().encode()).hexdigest()[:8]
         for old in place.glob(f"{own}-*"):
             with contextlib.suppress(OSError), (old / _HELD).open("ab") as file:
                 if durable.acquire_lock(file):
                     shutil.rmtree(old, ignore_errors=True)
-        for old in place.glob("[0-9a-f]*.lock"):  # of `Mirror.lock_file`
+        for old in place.glob("[0-9a-f]*.lock"):  # files of `Mirror.lock_file`
             with contextlib.suppress(OSError), old.open("ab") as file:
                 if durable.acquire_lock(file):
                     old.unlink()

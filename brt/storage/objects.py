@@ -1,8 +1,11 @@
 """Objects of a bucket, read and written by TensorStore's key-value stores.
 
-Credentials are those that the machine has for the service: for gs:// those of `gcloud auth
-application-default login`, GOOGLE_APPLICATION_CREDENTIALS or the machine's service account, for
-s3:// those of the environment (AWS_ACCESS_KEY_ID ..., AWS_PROFILE) or the machine's role.
+Credentials are those that the machine has for the service:
+
+    gs://  those of `gcloud auth application-default login`, of GOOGLE_APPLICATION_CREDENTIALS, or
+           of the machine's service account
+    s3://  those of the environment (AWS_ACCESS_KEY_ID ..., AWS_PROFILE), or of the machine's role
+
 AWS_ENDPOINT_URL names another service that speaks S3's protocol.
 """
 
@@ -18,7 +21,7 @@ from brt.errors import BrtError, BucketError, ConfigError
 from brt.storage.places import BUCKETS, Place
 
 ABSENT = b"\x02"  # the generation of an object that does not exist, for TensorStore
-# A request is repeated for about a minute, and counts as failed if nothing comes for 20 s.
+# A failed request is repeated for about a minute. A request has failed if nothing comes for 20 s.
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "16s"}
 _SILENCE = "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20"
 _RANGE = 64 << 20  # Large objects are read in ranges of this number of bytes.
@@ -40,11 +43,11 @@ class Object(NamedTuple):
 
 
 class Bucket:
-    """The objects whose keys begin with that of a place.
+    """The objects whose keys begin with the key of a place.
 
-    Keys are relative to the place. Requests that fail for a moment are repeated. If one fails for
-    good, ConfigError says that credentials, permissions or the bucket are missing, and BucketError
-    that the same request may succeed later.
+    The methods take keys relative to the place. Failed requests are repeated for a while. After
+    that, ConfigError is raised if credentials, permissions or the bucket are missing, and
+    BucketError if the same request may succeed later.
     """
 
     def __init__(self, place: Place):
@@ -71,11 +74,11 @@ class Bucket:
             return _object(self._store.read(key.encode()).result())
 
     def read_all(self, keys: Iterable[str]) -> Iterator[tuple[str, Object | None]]:
-        """Yields (key, object) of small objects, (key, None) if missing; reads many at once."""
+        """Yields (key, object), or (key, None) if missing; reads many small objects at once."""
         yield from self._several(lambda key: self._store.read(key.encode()), keys, _object)
 
     def changed(self, generations: Mapping[str, bytes]) -> Iterator[tuple[str, Object]]:
-        """Yields (key, object) of small objects now at another generation than generations[key]."""
+        """Yields (key, object) for each small object whose generation is not generations[key]."""
 
         def begin(key: str) -> Any:
             return self._store.read(key.encode(), if_not_equal=generations[key])
@@ -89,7 +92,8 @@ class Bucket:
         start, generation, longer = 0, None, True
         while longer:
             end = start + _RANGE
-            # TensorStore downloads ranges that are longer than the object, and then refuses them.
+            # If the object ends before a range does, TensorStore downloads the object, and then
+            # refuses the range. Therefore the last byte of the range is read first.
             last = self._range(key, end - 1, end)
             piece = self._range(key, start, end if last else None) or self._range(key, 0, 0)
             generations = {generation, *(found and found.generation for found in (last, piece))}
@@ -107,7 +111,10 @@ class Bucket:
         return found
 
     def _range(self, key: str, start: int, end: int | None) -> Object | None:
-        """Returns bytes of an object; None if it ends before them; FileNotFoundError if absent."""
+        """Returns bytes of an object; None if the object does not have all of them.
+
+        Raises FileNotFoundError if the object does not exist.
+        """
         with self._explained(key):
             try:
                 read = self._store.read(key.encode(), byte_range=slice(start, end)).result()
@@ -122,15 +129,17 @@ class Bucket:
     def write(self, key: str, content: bytes, *, replaces: bytes | None = None) -> bytes | None:
         """Writes an object and returns its generation.
 
-        With `replaces`, the object is written only if it still has this generation (ABSENT: only
-        if it does not exist), and None is returned if not. Nobody else may write the same content
-        then, because equal content counts as proof that the request was carried out.
+        With `replaces`, the object is written only if it still has this generation. With `replaces`
+        = ABSENT, it is written only if it does not exist. None is returned if it is not written.
+        Other processes must not write the same content, because equal content counts as proof that
+        this request was carried out.
         """
         with self._explained(key, "write"):
             stamp = self._store.write(key.encode(), content, if_equal=replaces).result()
         if stamp.generation:
             return stamp.generation
-        # A request whose answer was lost is repeated, and then refused, because it was carried out.
+        # If the answer to a request was lost, TensorStore repeats the request. The service refuses
+        # the repetition, because the first request was carried out.
         found = self.read(key)
         if not found and replaces == ABSENT:
             raise _error("NOT_FOUND", self.place, self.url(key))
@@ -145,16 +154,19 @@ class Bucket:
             )
 
     def delete(self, generations: Mapping[str, bytes | None]) -> list[str]:
-        """Deletes objects by key; with a generation, only if the object still has it.
+        """Deletes objects.
 
-        Returns the keys of the objects that remain, because they have another generation.
+        `generations` maps the keys of the objects to None, or to a generation; an object with
+        another generation is not deleted. Returns the keys of the objects that remain for this
+        reason.
         """
 
         def begin(key: str) -> Any:
             return self._store.write(key.encode(), None, if_equal=generations[key])
 
         stamps = list(self._several(begin, generations, action="delete"))
-        # If the answer was lost, the repeated request is refused, too, and the object is gone.
+        # A repeated request is refused, too, if the answer to the first one was lost. The object is
+        # then gone.
         return [key for key, stamp in stamps if not stamp.generation and self.exists(key)]
 
     def exists(self, key: str) -> bool:
@@ -174,20 +186,20 @@ class Bucket:
         try:
             with self._explained(key, "write"):
                 self._store.write(name.encode(), b"").result()
-        except ConfigError as error:  # The cause is the same as for a local directory.
+        except ConfigError as error:  # As for a local directory, the cause is a PermissionError.
             raise ConfigError(str(error)) from PermissionError(errno.EACCES, str(error))
         try:
             if listed and self.keys(name) != [name]:
                 raise self.denied("list", key)
         finally:
-            with contextlib.suppress(BrtError):  # Users may add objects, but not delete them.
+            with contextlib.suppress(BrtError):  # Users may lack the permission to delete objects.
                 self.delete({name: None})
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Returns the keys that begin with a text; an empty list may mean a refusal.
+        """Returns the keys that begin with `prefix`; an empty list may mean a refusal.
 
         For gs://, TensorStore returns what it has found so far if a list is refused. Therefore
-        the keys from the last one on are listed again, until only the last one is returned.
+        the list is requested again from its last key on, until it has only this key.
         """
         begin = prefix.encode()
         end = begin[:-1] + bytes([begin[-1] + 1]) if begin else b""
@@ -244,7 +256,7 @@ class Bucket:
         """Context that turns errors of TensorStore into errors that name the URL."""
         try:
             yield
-        except BrtError:  # Some BrtErrors are ValueErrors.
+        except BrtError:  # Some BrtErrors are ValueErrors, and stay as they are.
             raise
         except (ValueError, RuntimeError) as error:
             raise _error(str(error), self.place, self.url(key), action) from error
@@ -255,7 +267,8 @@ def _service() -> dict[str, Any]:
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     found: dict[str, Any] = {"endpoint": os.environ.get("AWS_ENDPOINT_URL"), "aws_region": region}
     if "AWS_ACCESS_KEY_ID" in os.environ:
-        # The default also looks into files, and complains if there are none.
+        # By default, TensorStore also looks for credentials in files, and complains if there are
+        # none.
         found["aws_credentials"] = {"type": "environment"}
     return {name: value for name, value in found.items() if value}
 

@@ -1,8 +1,8 @@
 """Names of places as users write them: local paths, and URLs of buckets.
 
-gs://BUCKET/KEY and s3://BUCKET/KEY name what lies in a bucket, hf://datasets/OWNER/NAME/FILES data
-of the Hugging Face Hub, file:///PATH a local path. In local paths, ~ and $VARIABLES are expanded as
-the shell does.
+gs://BUCKET/KEY and s3://BUCKET/KEY name what lies in a bucket, hf://datasets/OWNER/NAME/FILES names
+data of the Hugging Face Hub, and file:///PATH names a local path. In local paths, ~ and $VARIABLES
+are expanded as the shell does.
 """
 
 import os
@@ -20,7 +20,7 @@ BUCKETS = {"gs": "gcs", "s3": "s3"}  # TensorStore's drivers, by the scheme of a
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 _SLASHLESS = re.compile(r"\s*(gs|s3|file):", re.IGNORECASE)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-_LONGEST_PART = 200  # bytes; file systems allow 255, and brt makes names longer
+_LONGEST_PART = 200  # bytes; file systems allow 255, and brt appends to names
 _LONGEST_KEY = 1024  # bytes, the limit of both services
 
 
@@ -38,11 +38,12 @@ class Place(NamedTuple):
 def parse(
     name: str | os.PathLike[str], asked: str = "", *, hub: bool = False, saved: bool = False
 ) -> Place | str:
-    """Returns the place in a bucket (with `hub`, also on the hub) of a name, or a local path.
+    """Returns the place that a name stands for, if it is in a bucket, or else a local path.
 
-    Names of other kinds, such as tfds:NAME/SPLIT, count as paths. ConfigError, which names the
-    setting or argument `asked`, is raised for other URLs and for impossible names. With
-    `saved`, no $VARIABLE is expanded, because the name may come from somebody else's run.
+    With `hub`, the place may also be on the Hugging Face Hub. Names of other kinds, such as
+    tfds:NAME/SPLIT, count as paths. ConfigError, which names the setting or argument `asked`, is
+    raised for other URLs and for impossible names. With `saved`, no $VARIABLE is expanded, because
+    the name may come from somebody else's run.
     """
     text, where = os.fspath(name), f"{asked}: " if asked else ""
     if not _URL.match(text):
@@ -88,7 +89,7 @@ def source(name: str, asked: str = "") -> str:
 
 
 def local_only(name: str, asked: str = "") -> str:
-    """Returns a local path; ConfigError for a place in a bucket."""
+    """Returns a local path; raises ConfigError for a place in a bucket."""
     place = parse(name, asked, saved=True)
     if isinstance(place, Place):
         where = f"{asked}: " if asked else ""

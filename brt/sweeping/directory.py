@@ -74,7 +74,7 @@ class PointDirectory:
         return Workdir(self.path)
 
     def evaluation(self, split: str) -> Path | None:
-        """Returns the path of brt.evaluate's report about the last checkpoint; None without one."""
+        """Returns the path of brt.evaluate's report about the last checkpoint; None if missing."""
         # The step is taken from the checkpoints, because the config does not contain the last step
         # if the length of training is given in epochs.
         steps = reader.steps(self.run.checkpoints)

@@ -87,8 +87,8 @@ def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]
     """Returns the environment variables of a job, with its share of the cores and GPUs.
 
     Settings of the user for XLA are kept. GPUs are only distributed if CUDA_VISIBLE_DEVICES lists
-    them. Jobs that may share a GPU allocate its memory when they need it: by default, the first of
-    them would reserve three quarters of the memory, and the others would find too little.
+    them. Jobs that may share a GPU allocate its memory when they need it: by default, the first job
+    would reserve three quarters of the memory, and the other jobs would find too little.
     """
     result = dict(base)
     if jobs > 1:
@@ -111,7 +111,7 @@ def failure_reason(command: Command) -> str:
 
 
 def explain(code: int, text: str) -> str:
-    """Returns why a command failed; `code` is -N if signal N ended it, `text` is its output."""
+    """Returns why a command with the output `text` failed; `code` is -N if signal N ended it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [
         line.removeprefix("brt: error: ") for line in lines if line.startswith("brt: error: ")
@@ -135,9 +135,9 @@ class _Job:
     point: Point
     directory: PointDirectory
     slot: int
-    lock: IO[bytes]  # an open file that locks the point until it leaves the slot
+    lock: IO[bytes]  # an open file that locks the point until the point leaves the slot
     begin: float  # when the command started, as `time.monotonic` measures it
-    progress: PointProgress  # when the command started
+    progress: PointProgress  # of the point when the command started
     command: Command
     asked_to_stop: bool = False  # True after the command was sent SIGTERM
 
@@ -325,7 +325,7 @@ def _prepare(workdir: Path, points: Sequence[Point], split: str) -> None:
         if reader.present(Workdir(workdir / point.directory).checkpoints):
             continue
         config, weights = point.config, runs.find_weights(point.config)
-        if weights:  # The tokenizer may be that of the weights.
+        if weights:  # The tokenizer of the weights may encode the data.
             config = runs.with_model(config, weights)
         task = tasks.from_config(config)
         datasets[task.name, getattr(config, task.data)] = task, config

@@ -45,7 +45,7 @@ _DISTRIBUTIONS = ("uniform", "log_uniform", "integer", "choice")
 
 
 class NamedPoint(NamedTuple):
-    """A set of bindings of Sweep.points: `{'name': 'T5', 'include': 't5.gin', ...}`."""
+    """A named set of bindings in Sweep.points: `{'name': 'T5', 'include': 't5.gin', ...}`."""
 
     name: str
     include: tuple[str, ...]  # the paths of the .gin files that the point includes
@@ -53,7 +53,7 @@ class NamedPoint(NamedTuple):
     seeds: tuple[int, ...] = ()  # the values of Training.seed; () for those of the grid
 
     def grid(self, common: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-        """Returns the grid of the sweep, in which `seeds` replace the values of Training.seed."""
+        """Returns the grid `common` of the sweep; `seeds` replace the values of Training.seed."""
         return {**common, SEED: self.seeds} if self.seeds else dict(common)
 
 
@@ -98,7 +98,7 @@ class Sweep:
                     )
 
     def sample(self, index: int) -> dict[str, Any]:
-        """Returns the random values of the sample number `index`, by setting."""
+        """Returns the random values of the sample with the number `index`, by setting."""
         # A value depends only on Sweep.seed, the setting, its distribution and the index.
         return {
             name: checked_value(name, _draw(rule, random.Random(f"{self.seed}/{name}/{index}")))
@@ -107,7 +107,7 @@ class Sweep:
 
 
 def from_bindings(bound: Mapping[str, Binding]) -> Sweep:
-    """Returns the sweep that `bound` describes, the bindings of the section `Sweep` by field."""
+    """Returns the sweep; `bound` maps fields of the section `Sweep` to their bindings."""
     values = {}
     types = {name: kind for name, kind in get_type_hints(Sweep).items() if name != "origins"}
     for field, binding in bound.items():
@@ -312,7 +312,7 @@ def _cells(
 
 
 def choose(points: Sequence[Point], index: int | None) -> list[Point]:
-    """Returns the points that this process runs: the one of --array_index, or all if it is None."""
+    """Returns the points that this process runs: the point `index`, or all if it is None."""
     if index is None:
         return list(points)
     if not 0 <= index < len(points):
@@ -335,8 +335,8 @@ def listing(points: Iterable[Point]) -> str:
 
 def _with_bindings(points: Sequence[Point]) -> list[Point]:
     """Returns the points with `bindings`: the settings that are not the same in all points."""
-    # Settings of a kind of layer that a point lacks are left out, except those with the indices of
-    # its layers.
+    # If the model of a point does not use a section, such as that of a kind of layer, the settings
+    # of this section are left out, except its `layers` (the indices of layers of this kind).
     values = [
         {name: v for name, v in config_values(p.config).items() if _counts(p.config, name)}
         for p in points
@@ -354,7 +354,7 @@ def _counts(config: Config, name: str) -> bool:
 
 
 def _short_names(fields: Iterable[str]) -> dict[str, str]:
-    """Returns short names of settings, without the section where no other setting has the name."""
+    """Returns a short name for each setting: without the section, unless two would be equal."""
     fields = list(fields)
     tails = [_tail(field) for field in fields]
     return {f: t if tails.count(t) == 1 else f for f, t in zip(fields, tails, strict=True)}

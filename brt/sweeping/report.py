@@ -62,7 +62,7 @@ class Row(NamedTuple):
     steps: int  # the step of the newest checkpoint; 0 if there is none
     seconds: float  # the total run time of the point's commands
     threads: int  # the maximum number of threads of a command; 0 for no limit
-    records: list[dict[str, Any]]  # of metrics.jsonl, the log of training, from tag to value
+    records: list[dict[str, Any]]  # the records (tag to value) of metrics.jsonl, the training log
 
 
 class Group(NamedTuple):
@@ -212,7 +212,7 @@ def _written_by_brt(path: Path) -> Iterator[None]:
 
 
 def table_metrics(rows: Sequence[Row]) -> list[Metric]:
-    """Returns the metrics by which tasks compare runs, without those that no row has."""
+    """Returns the metrics by which tasks compare runs, without metrics that no row has."""
     known = {
         metric.name: metric
         for row in rows
@@ -583,8 +583,8 @@ def _metric_columns(
 ) -> dict[str, list[str]]:
     """Returns a column of a table, by title, for each metric in `table_metrics(rows)`.
 
-    A column has a cell for each of `entries`, which are `rows` or groups of them. If a group has
-    a `difference`, the differences have a column, too.
+    A column has a cell for each of `entries`, which are the rows or their groups. If a group has a
+    `difference`, the differences have a column, too.
     """
     cells = {}
     for metric in table_metrics(rows):

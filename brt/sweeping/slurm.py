@@ -102,6 +102,6 @@ def submit(text: str, workdir: Path) -> str:
 
 
 def _logs(workdir: Path) -> Path:
-    """Returns the local directory of the logs, because SLURM cannot write to a sweep's bucket."""
+    """Returns the directory of the logs: a local one, because SLURM cannot write to buckets."""
     in_bucket = storage.shown(workdir) != str(workdir)
     return (Path(workdir.name) if in_bucket else workdir).absolute() / "slurm"

@@ -44,7 +44,7 @@ TASKS = _Tasks({
 
 
 def register_task(task: "Task") -> None:
-    """Adds a task to `TASKS`, so that Training.task may name it; its name must not be taken."""
+    """Adds a task to `TASKS`, so that Training.task may name it. The name must not be in use."""
     if task.name in TASKS:
         raise ConfigError(f"there is a task named {task.name!r} already; take another name")
     TASK_SECTIONS[task.name] = task.sections
@@ -68,8 +68,9 @@ def by_name(name: str) -> "Task":
 def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
     """Raises ConfigError for settings that the task rejects, or that would have no effect.
 
-    A setting of another task has no effect; if it is bound to its default, it is accepted.
-    `origins` has the file and line, or the flag, that binds each setting; None omits this check.
+    A setting that only other tasks read has no effect. It is accepted if it is bound to its
+    default. `origins` maps the name of each bound setting to the place that binds it: a file and
+    line, or a flag. If `origins` is None, settings without an effect are not looked for.
     """
     task = from_config(config)
     # If a run starts from weights, the weights determine some settings. These settings are not

@@ -50,8 +50,8 @@ class Aux(NamedTuple):
     nats: Float[Array, ""]
     # Number of tokens, labels or values that `nats` is summed over.
     count: Float[Array, ""]  # type: ignore[assignment]  # hides a method of tuple
-    carry: PyTree[Array] = ()  # what the next step starts from
-    model_state: PyTree[Array] = ()  # for the next step; the same for all lanes
+    carry: PyTree[Array] = ()  # caches and recurrent states with which the next step starts
+    model_state: PyTree[Array] = ()  # model state of the next step; all lanes share it
     metrics: Mapping[str, Float[Array, ""]] = {}  # scalars to log; auxiliary losses are among them
 
 
@@ -82,8 +82,9 @@ class EvaluationRequest(NamedTuple):
     # Window sizes in tokens. A language model is evaluated once with each of them; an empty tuple
     # evaluates once, with Model.window.
     windows: tuple[int, ...] = ()
-    # A language model that reads the same documents, to be compared token by token; None for no
-    # comparison. Then `ablate` names a part of the memory of this other model.
+    # A language model with which the evaluated model is compared token by token on the same
+    # documents; None for no comparison. If there is another model, `ablate` names a part of that
+    # model's memory.
     other: OtherModel | None = None
     # True also generates a completion for each prompt of the split, and scores the completions.
     generate: bool = False
@@ -140,8 +141,8 @@ class Evaluator(Protocol):
     ) -> EvaluationResult | None:
         """Returns the metrics of the split, or None if `control` stopped the evaluation.
 
-        If `whole` is False, only a part may be evaluated, to save time before the last training
-        step.
+        If `whole` is False, the evaluator may leave out a part of its work. This saves time in the
+        evaluations before the last training step.
         """
 
     def sample(self, variables: Variables, step: int, control: Control = ...) -> str | None:
@@ -156,11 +157,13 @@ class Scorer(Protocol):
     """Computes the loss of each token of single texts. The first call compiles."""
 
     def __call__(self, variables: Variables, tokens: np.ndarray) -> Float[np.ndarray, " T"]:
-        """Returns the loss in nats of each token of a document, whose `tokens` lack BOS."""
+        """Returns the loss in nats of each token of a document; `tokens` do not include BOS."""
 
     def continuations(
         self, variables: Variables, memory: Memory, rows: Sequence[np.ndarray]
     ) -> list[tuple[Float[np.ndarray, " T"], Bool[np.ndarray, " T"]]]:
-        """Returns, for each text in `rows`, which follows the memory, the loss in nats of each
-        token, and True for each token that is the most probable one.
+        """Scores several texts, each of which continues the text that `memory` remembers.
+
+        Returns two arrays for each text in `rows`: the loss in nats of each token, and True for
+        each token that is the most probable one.
         """

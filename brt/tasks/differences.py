@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from brt.formatting import counted
 
-# With fewer documents, an interval over documents says little about other documents.
+# An interval over fewer documents than this says little about other documents.
 _ENOUGH = 10
 
 
@@ -28,7 +28,10 @@ def basis(documents: int) -> str:
 
 
 def position_ranges(starts: Sequence[int], length: int) -> np.ndarray:
-    """Returns the index of the range of each position below `length`; ranges begin at `starts`."""
+    """Returns the index of the range that contains each position below `length`.
+
+    `starts` has the first position of each range.
+    """
     return np.searchsorted(starts, np.arange(length), side="right") - 1
 
 
@@ -45,11 +48,12 @@ def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) ->
 def difference_of_runs(
     nats: Float[np.ndarray, "R N"], other: Float[np.ndarray, "S N"], sizes: np.ndarray
 ) -> Difference:
-    """Returns `paired_difference` of the means of R and of S training runs, for N documents.
+    """Returns the `paired_difference` between the mean of R and the mean of S other training runs.
 
-    With several runs, the interval also says how much the difference would vary with other seeds:
-    the variance over documents and the variances of both means over runs add up, and the degrees
-    of freedom of the sum are those of Welch (1947) and Satterthwaite (1946).
+    `nats` and `other` have the nats of N documents in each run. With several runs, the interval
+    also says how much the difference would vary with other seeds. For this purpose, the variance
+    over documents and the variances of both means over runs are added up. The degrees of freedom of
+    the sum are those of Welch (1947) and Satterthwaite (1946).
     """
     from scipy.special import stdtrit  # This import takes long.
 

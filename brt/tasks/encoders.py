@@ -52,9 +52,10 @@ class EncoderTask(Task):
 
     model = "encoder"
     head: ClassVar[str]  # name of the head in `brt.models.encoder.HEADS`
-    frames: ClassVar[bool] = False  # the encoder reads feature vectors instead of tokens
+    frames: ClassVar[bool] = False  # True if the encoder reads feature vectors instead of tokens
     exports = True
-    # A noun for the targets if Training.label_smoothing has no effect on them, else "".
+    # If Training.label_smoothing has no effect on the targets, a noun for these targets, which the
+    # error message contains; otherwise "".
     unsmoothed: ClassVar[str] = ""
     evaluator_class: ClassVar[type[Any]]  # is called with the task and an `EvaluationRequest`
 
@@ -82,11 +83,11 @@ class EncoderTask(Task):
             config.attention.check_length(length, f"{name} = {length}")
 
     def lengths(self, config: Config) -> dict[str, int]:
-        """Returns the settings that limit the number of tokens the encoder reads, by name."""
+        """Returns the maximum numbers of tokens that the encoder reads, by the setting's name."""
         return {"Data.max_length": getattr(config, self.data).max_length}
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Also returns the primary metric with exact attention, such as "accuracy_full"."""
+        """Also returns the metrics with exact attention, which have names like "accuracy_full"."""
         exact_metrics = {
             name: value
             for name, value in report.items()
@@ -106,7 +107,7 @@ class EncoderTask(Task):
     def predict(
         self, config: Config, params: PyTree[Array], batch: Any, key: Array | None = None
     ) -> Float[Array, "B ..."]:
-        """Returns the head's logits [B, ...]; the field `valid` of a batch is False for padding.
+        """Returns the head's logits [B, ...] for a batch, whose field `valid` is False for padding.
 
         `key` is the random key of a training step. Without a key, there is no dropout, and kinds of
         attention that draw random numbers draw the same ones in every call.
@@ -122,14 +123,14 @@ class EncoderTask(Task):
         return logits
 
     def flops(self, config: Config, batch: Any) -> int | None:
-        """Returns None if the attention is not exact, because its FLOPs are not counted."""
+        """Returns None if the attention is not exact, because brt counts only exact attention."""
         if with_exact_attention(config) is not None:
             return None
         rows, length = (batch.scored if isinstance(batch, Batch) else batch.valid).shape
         return 3 * rows * encoder_flops(config.encoder, length)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Also refuses key projections that the kind of attention would never use."""
+        """Also raises ConfigError if the attention never uses the encoder's key projections."""
         kind = config.attention.kind
         if kind in KEYS_ARE_QUERIES and not config.encoder.shared_queries_keys:
             raise ConfigError(
@@ -149,11 +150,11 @@ class EncoderTask(Task):
     def steps_with_own_data(
         self, workdir: str, what: str, gin_file: str, file: str, more: str = ""
     ) -> list[str]:
-        """Returns commands that evaluate a run as it was trained and with exact attention, and that
-        train on the user's own data.
+        """Returns shell commands that evaluate a run, and that train on the user's own data.
 
-        `what` describes the user's data, `file` is a name for a file of such data, `gin_file` is a
-        path in configs/runs/, and `more` are further flags of the training.
+        The first command evaluates the run as it was trained, the second one with exact attention.
+        `what` describes the user's data, and `file` is a name for a file of such data. The training
+        reads the file `gin_file` in configs/runs/, and `more` has its further flags.
         """
         evaluate = f"python -m brt.evaluate --workdir={workdir} --split=test"
         return [
@@ -165,8 +166,9 @@ class EncoderTask(Task):
         ]
 
     def export(self, source: ExportSource) -> ExportFormat:
-        """Returns the encoder in the format of Hugging Face's RoBERTa, which has exact attention,
-        even if the encoder was trained with another kind.
+        """Returns the encoder in the format of Hugging Face's RoBERTa.
+
+        RoBERTa has exact attention, even if the encoder was trained with another kind of attention.
         """
         config = source.config
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
@@ -213,8 +215,8 @@ class EncoderTask(Task):
         """Returns the config with the larger of two vocabulary sizes: that of the weights, and the
         number of ids that the task needs for its tokenizer.
 
-        The tokenizer of converted weights is not known; their vocabulary size must equal the number
-        of ids that the task needs. An encoder of feature vectors has no vocabulary.
+        The tokenizer of converted weights is not known. Therefore their vocabulary size must equal
+        the number of ids that the task needs. An encoder of feature vectors has no vocabulary.
         """
         known, ids = weights.model.vocab_size, self.required_vocab_size(tokenizer)
         if weights.tokenizer is None and known != ids:
@@ -231,7 +233,7 @@ class EncoderTask(Task):
         return dataclasses.replace(config, encoder=model)
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
-        """Starts from the weights; takes their head only if they were trained on the same task."""
+        """Starts from the weights, without their head if they were trained on another task."""
         same = weights.task in (self.name, self.head)
         return merge_weights(
             weights, initial, optional=("head/",), drop_optional=not same, growing=_EMBEDDING
@@ -239,7 +241,10 @@ class EncoderTask(Task):
 
 
 def with_exact_attention(config: Config) -> Config | None:
-    """Returns the config with the exact attention that its kind approximates; None if exact."""
+    """Returns the config with the exact attention that the config's attention approximates.
+
+    Returns None if the config's attention is exact already.
+    """
     if config.attention.kind in ("full", "shared_full"):
         return None
     kind = "shared_full" if config.attention.kind == "reformer" else "full"
@@ -251,8 +256,8 @@ class TimedFunction:
     """A function that is compiled for each shape of batch, and whose calls are timed.
 
     The function takes parameters, a batch (with the fields `valid` and `row`), and possibly further
-    arrays. `seconds` and `inputs` are the time spent in it, without compilation, and the number of
-    inputs without padding.
+    arrays. `seconds` is the time of its calls, without compilation, and `inputs` is the number of
+    tokens or frames that it has read, without padding.
     """
 
     def __init__(self, function: Callable[..., PyTree[Array]]):
@@ -261,7 +266,7 @@ class TimedFunction:
         self.seconds, self.inputs = 0.0, 0
 
     def __call__(self, params: PyTree[Array], batch: Any, *more: np.ndarray) -> Any:
-        """Returns the outputs as NumPy arrays; raises NonFiniteError if a row's are not finite."""
+        """Returns the outputs as NumPy arrays; raises NonFiniteError if they are not finite."""
         arguments = (params, batch, *more)
         shape = tuple(x.shape for x in batch)
         if shape not in self._compiled:
@@ -290,8 +295,9 @@ class HeadResult(NamedTuple):
 class HeadEvaluator(abc.ABC):
     """Base class of the evaluators of encoder tasks.
 
-    Rows are evaluated in batches, and one program is compiled for each padded length. All rows are
-    evaluated even if `whole` is False, but then not again with exact attention.
+    Rows are evaluated in batches, and one program is compiled for each padded length. An evaluation
+    that is called with `whole=False` also reads all rows, but not a second time with exact
+    attention.
     """
 
     # Name and format of the metric whose value with exact attention is appended to the summary.
@@ -318,7 +324,7 @@ class HeadEvaluator(abc.ABC):
         """Returns the forward pass, a function that is compiled and called for each batch.
 
         The function's arguments are params, a batch, and the results of `extra_inputs`. Its results
-        are arrays whose first axis is the rows of the batch. `config` has the kind of attention.
+        are arrays whose first axis is the rows of the batch. `config` names the kind of attention.
         """
 
     def extra_inputs(self, batch: Any) -> tuple[np.ndarray, ...]:
@@ -329,7 +335,8 @@ class HeadEvaluator(abc.ABC):
     def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
         """Returns metrics and predictions.
 
-        `outputs` has the results of `forward` by row index, and `seconds` is the time that it took.
+        `outputs` maps the index of a row to the row's results of the forward pass, and `seconds` is
+        the time of all forward passes.
         """
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
@@ -384,7 +391,10 @@ class HeadEvaluator(abc.ABC):
         limit: int,
         control: Control,
     ) -> HeadResult | None:
-        """Evaluates all rows (`limit` 0) or one batch of at most `limit` rows; None if stopped."""
+        """Returns the result for at most `limit` rows (one batch); for all rows if `limit` is 0.
+
+        Returns None if `control` stopped the evaluation.
+        """
         timed.seconds, timed.inputs = 0.0, 0
         outputs: dict[int, tuple] = {}
         reader = self.task.row_reader

@@ -58,11 +58,11 @@ class Task(abc.ABC):
     # Metrics that are logged and plotted; the first one is the primary metric.
     metrics: ClassVar[tuple[Metric, ...]]
     table_metrics: ClassVar[tuple[Metric, ...]]  # metrics by which tables compare runs
-    shows_examples: ClassVar[bool] = True  # reports contain example outputs
+    shows_examples: ClassVar[bool] = True  # True if reports contain example outputs
     generates_text: ClassVar[bool] = False
-    exports: ClassVar[bool] = False  # models can be exported to another library's format
-    compares_windows: ClassVar[bool] = False  # evaluators read `EvaluationRequest.windows`
-    compares_models: ClassVar[bool] = False  # evaluators read `EvaluationRequest.other`
+    exports: ClassVar[bool] = False  # True if models can be exported in another library's format
+    compares_windows: ClassVar[bool] = False  # True if evaluators read `EvaluationRequest.windows`
+    compares_models: ClassVar[bool] = False  # True if evaluators read `EvaluationRequest.other`
 
     # The following methods open and read the data.
 
@@ -81,11 +81,10 @@ class Task(abc.ABC):
     def open_split(
         self, config: Config, split: str, tokenizer: Any, known: Path | None = None
     ) -> Dataset:
-        """Returns one split, encoded with the tokenizer of a run; all splits if the task has no
-        `preparation`.
+        """Returns a dataset with one split, which is encoded with the tokenizer of a run.
 
-        `known` is the directory in which the run prepared its data if the config names the same
-        data, otherwise None.
+        If the task has no `preparation`, the dataset has all splits. `known` is the directory in
+        which the run prepared its data; None if the config names other data than the run.
         """
         if self.preparation is None:
             return self.open(config)
@@ -99,7 +98,10 @@ class Task(abc.ABC):
         return (self.preparation or DocumentPreparation).load(str(file))
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Fills in settings that depend on data and machine, such as vocabulary size and dtype."""
+        """Returns the config with settings filled in that depend on the data or the machine.
+
+        Examples are the vocabulary size and the dtype.
+        """
         return config
 
     def reader(self, config: Config, dataset: Dataset) -> Reader:
@@ -115,14 +117,17 @@ class Task(abc.ABC):
         )  # fmt: skip
 
     def unrolls_layers(self, config: Config) -> bool:
-        """Returns True if accelerators run layers without a loop, which needs no stacked arrays."""
+        """Returns True if accelerators run the layers one by one, without a loop over layers.
+
+        Only a loop needs arrays in which the arrays of several layers are stacked.
+        """
         return not getattr(getattr(config, self.model), "remat", False)
 
     def sharded_sizes(self, config: Config) -> DivisibleSizes:
         """Returns the sizes that have to be divisible by the number of devices which shard them.
 
-        The keys are names of array axes, such as "heads". The values are pairs of the name of the
-        setting that determines the size of the axis, such as "Model.heads", and the size.
+        A key is the name of an array axis, such as "heads". Its value is a pair: the name of the
+        setting that determines the size of this axis, such as "Model.heads", and the size itself.
         """
         training, section = config.training, getattr(config, self.model)
         lanes = training.batch_size // training.gradient_accumulation
@@ -136,12 +141,14 @@ class Task(abc.ABC):
         return getattr(config, self.model).vocab_size > 0
 
     def required_vocab_size(self, tokenizer: Tokenizer) -> int:
-        """Returns the number of ids that the model needs, such as the tokenizer's and a mask."""
+        """Returns the number of ids that the model needs: the tokenizer's, and a mask if used."""
         return tokenizer.vocab_size
 
     def example_row(self, config: Config) -> Any:
-        """Returns a batch of one row of the greatest length in training, from which the memory of a
-        step is planned without data; None if the shape of rows depends on the data.
+        """Returns a batch of one row that is as long as a training row can be.
+
+        brt computes from it, without data, how much memory a step needs. The result is None if the
+        shape of rows depends on the data.
         """
         return None
 
@@ -156,7 +163,7 @@ class Task(abc.ABC):
         return ()
 
     def carry_axes(self, config: Config) -> PyTree[Names]:
-        """Returns the names of the axes of each array in `initial_carry`, for its sharding."""
+        """Returns the names of the axes of the carry's arrays, which determine its sharding."""
         return ()
 
     def initial_model_state(self, config: Config) -> PyTree[Array]:
@@ -164,7 +171,10 @@ class Task(abc.ABC):
         return ()
 
     def constant_model_state(self, config: Config) -> tuple[str, ...]:
-        """Returns the names of model state entries that never change; checkpoints share a copy."""
+        """Returns the names of the model state's entries that never change during training.
+
+        All checkpoints of a run share one copy of these entries.
+        """
         return ()
 
     def update_model_state(self, config: Config, model_state: PyTree[Array]) -> PyTree[Array]:
@@ -190,13 +200,15 @@ class Task(abc.ABC):
         """Returns an evaluator; raises ConfigError if the model lacks the part `request.ablate`."""
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the values, by name, of the `metrics` in a report, which are logged as curves."""
+        """Returns the values in a report that are logged as curves: those of `metrics`, by name."""
         values = {metric.name: report.get(metric.name) for metric in self.metrics}
         return {name: value for name, value in values.items() if value is not None}
 
     def probe(self, config: Config) -> ProbeFunction | None:
-        """Returns a function from the parameters and the carry to metrics (scalars, by tag), which
-        training logs every Training.probe_every steps; None if there are no such metrics.
+        """Returns a function that computes metrics from the parameters and the carry, or None.
+
+        Training logs the metrics, which are scalars by tag, every Training.probe_every steps. None
+        means that the task has no such metrics.
         """
         return None
 
@@ -205,8 +217,10 @@ class Task(abc.ABC):
         raise ConfigError("--probe is for language models; this one carries no memory on")
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns the name of a simpler method, such as the compressor xz, and the value of the
-        primary metric that it reaches on the validation data; None if there is no such method.
+        """Returns the name of a simpler method, such as the compressor xz, and its result.
+
+        The result is the value of the primary metric that the method reaches on the validation
+        data. None is returned if there is no such method.
         """
         return None
 
@@ -216,7 +230,9 @@ class Task(abc.ABC):
 
     def units_per_token(self, config: Config, dataset: Dataset) -> float:
         """Returns the number by which plots divide bits per training token to get the primary
-        metric: the mean number of bytes per token if this metric is bits per byte.
+        metric.
+
+        If the primary metric is bits per byte, this is the mean number of bytes per token.
         """
         return 1.0
 
@@ -227,7 +243,7 @@ class Task(abc.ABC):
         raise self.cannot_generate()
 
     def scorer(self, config: Config, tokenizer: Tokenizer) -> Scorer:
-        """Returns an object that computes each token's loss; ConfigError for tasks without one."""
+        """Returns an object that computes each token's loss, or raises ConfigError."""
         raise ConfigError(
             f"Training.task = {self.name!r} trains a model that predicts no text by itself; "
             "python -m brt.evaluate computes its metrics"

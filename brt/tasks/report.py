@@ -15,7 +15,8 @@ class Metric(NamedTuple):
 BITS_PER_BYTE = Metric("bits_per_byte", "bits per byte")
 BITS_PER_TOKEN = Metric("bits_per_token", "bits per token")
 ROUGE_L = Metric("rougeL", "ROUGE-L", ".2f")
-# The cost of reading a prompt and its completion, or a document and its summary, of mean length.
+# The cost of reading a pair of mean length: a prompt and its completion, or a document and its
+# summary.
 PAIR_COST = Metric("gigaflops_per_pair", "GFLOPs per pair", ".3f")
 EXACT_ANSWERS = Metric("answers_exact", "answers exact, %", ".2f")
 # The metric "score" is defined differently for each data set. The entry `score_name` of a report

@@ -107,8 +107,9 @@ def rouge_n(reference: Words, prediction: Words, n: int) -> Score:
 def rouge_l(reference: Words, prediction: Words) -> Score:
     """Returns ROUGE-L of the words of a reference summary and of a predicted summary.
 
-    Precision and recall are the length of the longest common subsequence of the two lists of words,
-    divided by the number of words of the prediction and of the reference.
+    Precision is the length of the longest common subsequence of the two lists of words, divided by
+    the number of words of the prediction; recall is the length, divided by the number of words of
+    the reference.
     """
     length = _rises(reference, prediction)[-1].bit_count()
     return _score(length, len(reference), len(prediction))
@@ -119,9 +120,10 @@ def rouge_l_sum(reference: Sequence[Words], prediction: Sequence[Words]) -> Scor
 
     Each sentence of the reference has a longest common subsequence with each sentence of the
     prediction. A word of the reference's sentence is a hit if at least one of these subsequences
-    contains the word. As in ROUGE-1.5.5, the hits of a word are at most its occurrences in the
-    reference and at most its occurrences in the prediction. Precision and recall are the number of
-    hits, divided by the number of words of the prediction and of the reference.
+    contains the word. As in ROUGE-1.5.5, a word has at most as many hits as occurrences in the
+    reference, and at most as many as occurrences in the prediction. Precision is the number of all
+    hits, divided by the number of words of the prediction; recall is this number, divided by the
+    number of words of the reference.
     """
     unused = [Counter(word for words in text for word in words) for text in (reference, prediction)]
     totals = [counts.total() for counts in unused]
@@ -142,8 +144,8 @@ def _rises(a: Words, b: Words) -> list[int]:
 
     Bit j of entry i of the result is set if the longest common subsequence of a[:i] and b[:j + 1]
     is longer than the one of a[:i] and b[:j]. The number of ones below bit j is therefore the
-    length for a[:i] and b[:j]. The algorithm by Hyyrö (2004) computes an entry with a few integer
-    operations.
+    length of the longest common subsequence of a[:i] and b[:j]. The algorithm by Hyyrö (2004)
+    computes an entry with a few integer operations.
     """
     where: dict[str, int] = {}
     for j, word in enumerate(b):
@@ -169,7 +171,10 @@ def _length(rises: int, j: int) -> int:
 
 
 def _common(a: Words, b: Words) -> list[int]:
-    """Returns indices into `a` of the longest common subsequence that rouge-score chooses."""
+    """Returns the indices in `a` of a longest common subsequence of `a` and `b`.
+
+    If there are several such subsequences, it is the one that the package rouge-score chooses.
+    """
     rises, i, j, indices = _rises(a, b), len(a), len(b), []
     while i and j:
         if a[i - 1] == b[j - 1]:
@@ -233,7 +238,7 @@ class RougeProtocol(NamedTuple):
     """A protocol of ROUGE scores: how texts are split into words and sentences."""
 
     name: str  # name in the setting Evaluation.rouge and in reports
-    stemmer: bool  # applies Porter's stemmer to words of more than three letters
+    stemmer: bool  # True if Porter's stemmer is applied to words of more than three letters
     split: Callable[[str], list[str]]  # splits a text into sentences, for ROUGE-Lsum
     sentences: str  # phrase that describes `split`, for reports
 
@@ -296,9 +301,10 @@ def aggregate(scores: Sequence[Mapping[str, Score]]) -> dict[str, dict[str, floa
 
     The entries `low` and `high` are the confidence interval of the mean F1. It is estimated by the
     bootstrap: percentiles of the means of many samples of the documents, drawn with replacement.
-    The other entries are the means of the documents themselves. The BootstrapAggregator of the
-    package rouge-score returns the medians of the samples' means instead, which differ randomly in
-    the second decimal of a percentage. Raises DataError if there are no documents.
+    The other entries are means over the documents themselves. In their place, the class
+    BootstrapAggregator of the package rouge-score returns medians of the samples' means, and the
+    random choice of samples changes these medians in the second decimal of a percentage. Raises
+    DataError if there are no documents.
     """
     if not scores:
         raise DataError("there are no summaries to score: the split has no documents")

@@ -20,7 +20,8 @@ class Summary(NamedTuple):
     """A generated summary of one document."""
 
     id: str
-    # The document as the model reads it: after Pairs.prefix, and without parts that were cut off.
+    # The document as the model reads it: with Pairs.prefix before it, and without parts that were
+    # cut off.
     source: str
     reference: str  # reference summary, which was not cut
     prediction: str  # generated summary, which may be empty
@@ -34,7 +35,7 @@ class ScoredSummaries(NamedTuple):
 
     summaries: list[Summary]
     protocol: RougeProtocol
-    scores: list[dict[str, Score]]  # of each summary, by name (such as "rougeL"), in [0, 1]
+    scores: list[dict[str, Score]]  # each summary's scores, in [0, 1], by name ("rougeL")
     report: dict[str, Any]  # metrics of all summaries as JSON; see `score_summaries`
 
 

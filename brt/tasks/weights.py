@@ -25,7 +25,7 @@ class Tokenizer(Protocol):
 
     @property
     def beside(self) -> Mapping[str, bytes]:
-        """The content of further files, by name, that are stored with `file`."""
+        """The contents, by file name, of further files that are stored beside `file`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -44,7 +44,7 @@ class Weights(NamedTuple):
     task: str | None  # name of the task that was trained; None if unknown
     load: Callable[[], PyTree[Array]]
     load_model_state: Callable[[], PyTree[Array]] = tuple
-    tokenizer_file: str = ""  # path of the tokenizer's file among the weights
+    tokenizer_file: str = ""  # path of the tokenizer's file that comes with the weights, if any
     notes: tuple[str, ...] = ()  # what the user should know about the files
 
 
@@ -90,7 +90,7 @@ def merge_weights(
 
     Args:
       optional: prefixes of names that the weights may lack, such as the prefix of the head.
-      drop_optional: True ignores weights whose names have these prefixes.
+      drop_optional: True ignores the weights whose names begin with a prefix in `optional`.
       growing: name of an array that may have more rows in the model than in the weights; the
         additional rows are newly initialised.
     """
@@ -122,8 +122,8 @@ def merge_weights(
 def fill_in_vocabulary(config: Config, section: str, tokenizer: Tokenizer, ids: int) -> Config:
     """Returns the config with the model's vocabulary size and dtype filled in.
 
-    The model needs `ids` token ids; its section is the field `section` of the config. Raises
-    ConfigError if the configured vocabulary size is too small.
+    `section` is the field of the config with the model's settings, and `ids` is the number of token
+    ids that the model needs. Raises ConfigError if the configured vocabulary size is too small.
     """
     model = getattr(config, section)
     wanted, masks = model.vocab_size, ids > tokenizer.vocab_size

@@ -21,8 +21,8 @@ class WriteOptions(NamedTuple):
     sampling: Sampling | None = None
     max_tokens: int | None = None
     seed: int | None = None
-    stop: tuple[str, ...] = ()  # the text ends before the first of these that occurs
-    # True reads the names of special tokens in the prompt as these tokens.
+    stop: tuple[str, ...] = ()  # the text ends before the first occurrence of any of these
+    # True encodes the name of a special token in the prompt as this token, not as ordinary text.
     special_tokens: bool = False
 
 
@@ -32,9 +32,9 @@ def write_options(
 ) -> WriteOptions:  # fmt: skip
     """Returns the options of a text that a user asks for, as described in `WriteOptions`.
 
-    `drawn` has settings that replace those of `sampling`; None keeps a setting. Raises ConfigError
-    if an option is out of its range or contradicts another one, and DataError if a stop string is
-    not valid text.
+    `drawn` has new values for settings in `sampling`; None keeps the value of a setting. Raises
+    ConfigError if an option is out of its range or contradicts another one, and DataError if a stop
+    string is not valid text.
     """
     if beams is not None and beams < 1:
         raise ConfigError(f"beams={beams} must be above 0")
@@ -68,8 +68,9 @@ class Writer(abc.ABC):
         """Yields the text that continues a prompt, or that summarises it, piece by piece."""
 
     def each(self, prompts: Sequence[Prompt], options: WriteOptions) -> Iterator[str]:
-        """Yields the whole text of each prompt, in the order of the prompts. It is the same text as
-        if the prompt were alone.
+        """Yields the whole generated text for each prompt, in the order of the prompts.
+
+        The text for a prompt does not depend on the other prompts.
         """
         return ("".join(self(prompt, options)) for prompt in prompts)
 
@@ -77,16 +78,20 @@ class Writer(abc.ABC):
 class StopFilter:
     """Ends a text, which it takes in pieces, before the first stop string that is complete.
 
-    Of several stop strings that are complete at the same character, the longest counts. The result
-    does not depend on how the text is divided into pieces. No stop string is empty. `found` is True
-    once the text has ended at a stop string.
+    If several stop strings are complete at the same character, the text ends before the longest of
+    them. The result does not depend on how the text is divided into pieces. Stop strings must not
+    be empty. `found` is True once the text has ended at a stop string.
     """
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held, self.found = tuple(stops), "", False
 
     def add(self, piece: str, *, final: bool = False) -> str:
-        """Takes the next (or `final`) piece; returns text that cannot be part of a stop string."""
+        """Takes the next piece, and returns the text that cannot be a part of a stop string.
+
+        The end of the text is held back while it may be the beginning of a stop string. `final` is
+        True for the last piece, after which nothing is held back.
+        """
         text = self._held + piece
         places = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
         if places:

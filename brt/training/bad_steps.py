@@ -80,9 +80,9 @@ class RecentLosses:
 class BadSteps:
     """The bad steps of a run, which process 0 records in the file bad_batches.jsonl.
 
-    Records of skipped steps after `start`, from which the run starts, are deleted, because the run
-    reaches these steps again. `describe` is a function from the index of a batch (0 for step 1) to
-    a description of its documents as JSON.
+    `start` is the step from which the run starts. Records of skipped steps after it are deleted,
+    because the run reaches these steps again. `describe` is a function from the index of a batch (0
+    for step 1) to a description of the batch's documents as JSON.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ class Chip(NamedTuple):
     # Bytes per second that a device sends over all of its links together, which is half of the
     # bidirectional bandwidth. Slices without the links that close a torus have fewer links.
     network: float
-    clock: float  # cycles per second, by which estimated cycles of a step become seconds
+    clock: float  # cycles per second, to convert the estimated cycles of a step to seconds
     between_slices: float = 0.0  # bytes per second that a device of a TPU sends to other slices
 
 
@@ -25,8 +25,8 @@ class Chip(NamedTuple):
 # sheets (dense, SXM). The bidirectional bandwidths of the links are 400 (v5e), 1,200 (v5p), 800
 # (v6e), 600 (A100) and 900 GB/s (H100, H200) there; a v4 has six links that send 50 GB/s each
 # (Jouppi et al., 2023, arxiv.org/abs/2304.01433). Between slices, the pages give 50 Gbit/s for each
-# chip of a v5p, and for pods of 256 chips 6.4 (v5e) and 25.6 Tbit/s (v6e); there is no figure for
-# v4, which is taken to be like v5p. The clock of a TPU is the clock of its TensorCores: if the
+# chip of a v5p, and 6.4 (v5e) and 25.6 Tbit/s (v6e) for pods of 256 chips. They have no figure for
+# v4, for which the figure of v5p is used. The clock of a TPU is that of its TensorCores: if the
 # cycles that the compiler estimates for a large matrix product are divided by the clock, the result
 # is the time that the product takes at the peak rate `flops`. The clock of a GPU is its highest.
 CHIPS = {
@@ -38,7 +38,7 @@ CHIPS = {
     "h100": Chip("h100", 80 * _GIB, 989e12, 3.35e12, 450e9, 1.98e9),
     "h200": Chip("h200", 141 * _GIB, 989e12, 4.8e12, 450e9, 1.98e9),
 }
-# The chip of each `device_kind` of jax. More words may follow the `device_kind` of a GPU.
+# The chip of each `device_kind` of jax. That of a GPU may have more words after those given here.
 KINDS = {
     "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
     "TPU v6 lite": "v6e", "TPU v6e": "v6e", "NVIDIA A100": "a100", "NVIDIA H100": "h100",

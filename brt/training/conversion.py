@@ -122,8 +122,8 @@ def config_of(decoder: PretrainedDecoder, tokenizer: Path) -> Config:
 def open_model(directory: Path, step: int | None, change: Callable[[Config], Config]) -> SavedModel:
     """Returns the trained model of a run, or a decoder in Hugging Face's format.
 
-    `change` is a function from the config of the model to the one that the user requests; `step`
-    None stands for the newest checkpoint.
+    `change` is a function from the config of the model to the config that the user requests. A
+    `step` of None stands for the newest checkpoint.
     """
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}; name the directory of a run")
@@ -151,5 +151,5 @@ def _load(directory: Path, change: Callable[[Config], Config]) -> SavedModel:
 
 
 def metadata(decoder: PretrainedDecoder, config: Config) -> dict[str, Any]:
-    """Returns metadata for a decoder's checkpoint; its seed is 0, as every checkpoint needs one."""
+    """Returns metadata for a decoder's checkpoint, with the seed 0 in place of a run's seed."""
     return {"config": saved_json(config), "tokenizer": decoder.tokenizer.fingerprint, "seed": 0}

@@ -52,9 +52,10 @@ def write(
 ) -> None:
     """Writes the tokenizer of `dataset`, and data.json, into a run directory.
 
-    If the run starts from `weights`, further files about the tokenizer (`originals`) come from
-    there, because the data may have been prepared for another model with the same tokenizer.
-    `new` = False keeps the further files that a resumed run has.
+    Further files about the tokenizer (see `originals`) are stored, too. If the run starts from
+    `weights`, they are those of the weights, because the data may have been prepared for another
+    model with the same tokenizer. If `new` is False, the further files that the resumed run already
+    has are kept.
     """
     beside = dataset.tokenizer.beside
     if new:
@@ -101,9 +102,10 @@ def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
 
 
 def with_own_tokenizer(config: Config, workdir: Workdir, checkpoint: VerifiedCheckpoint) -> Config:
-    """Returns a config that names the run's copy of the tokenizer if it named the original file.
+    """Returns `config` with the run's copy of the tokenizer in place of the original file.
 
-    The original may be gone. If it has changed since the run began, a warning says so.
+    The copy is used because the original may be gone. If the original has changed since the run
+    began, a warning says so. A config that does not name the original file is returned unchanged.
     """
     saved = config_from_json(checkpoint.meta["config"])
     task, name = tasks.from_config(saved), tasks.from_config(config).data
@@ -121,10 +123,10 @@ def with_own_tokenizer(config: Config, workdir: Workdir, checkpoint: VerifiedChe
 
 
 def with_found_store(config: Config, workdir: Workdir) -> Config:
-    """Returns the config with the whole path of Data.store, if that is relative and not here.
+    """Returns the config with the absolute path of Data.store, if its relative path is not found.
 
-    Data.store is relative to the directory in which the run began, and data.json has the whole
-    path.
+    A relative path starts at the directory in which the run began, and this process may run in
+    another directory. data.json has the absolute path.
     """
     store, found = Path(config.data.store), Path(read(workdir).directory)
     if not config.data.store or store.exists() or found.parts[-len(store.parts) :] != store.parts:
@@ -148,7 +150,7 @@ def wrong_tokenizer(workdir: Workdir, expected: str, actual: Tokenizer) -> Check
 
 
 def describe_splits(splits: Mapping[str, SplitDescription]) -> list[str]:
-    """Returns a line about each split: size, some documents, checksum, and origin."""
+    """Returns a line about each split: its size, some document names, its checksum and origin."""
     lines = []
     for name, split in splits.items():
         unit, count = _size(split)
@@ -184,5 +186,5 @@ def check_unchanged(workdir: Workdir, splits: Mapping[str, SplitDescription]) ->
 
 
 def _size(split: SplitDescription) -> tuple[str, Any]:
-    """Returns the unit and the count, such as ("documents", 3), that begin a description."""
+    """Returns the first entry of a description: a unit and a count, such as ("documents", 3)."""
     return next(iter(split.items()), ("", None))

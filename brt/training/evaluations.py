@@ -74,9 +74,9 @@ def write(
     """Writes the files of an evaluation, and returns the evaluation's report.
 
     The JSON file with the metrics is written last, so its existence shows that the other files
-    (JSON lines, text, plot and page) are complete. Only the first process writes. First,
-    `on_report` is called with the report, so that the user sees it even if writing fails. `stored`
-    = False writes nothing, because the run directory is read-only.
+    (JSON lines, text, plot and page) are complete. Only the first process writes. Before it writes,
+    it calls `on_report` with the report, so that the user sees the report even if writing fails. If
+    `stored` is False, because the run directory is read-only, nothing is written.
     """
     directory, name = workdir.evaluations / str(step), f"{split}{result.name}"
     report = {"step": step, **result.metrics}
@@ -112,9 +112,9 @@ LINE_SECONDS = 60.0  # If stderr is not a terminal, at least this time passes be
 def display(total: int, text: str, unit: str) -> Iterator[Callable[[int], object]]:
     """Context that yields a function to call with the amount of work done since the last call.
 
-    A terminal shows a bar on stderr. Otherwise at most one line per minute is printed, the first
-    after a minute. `text` is the name of the work, such as "reading test", and `unit` the unit of
-    `total`; large numbers of "tok" (tokens) are abbreviated on terminals.
+    On a terminal, stderr shows a bar. Otherwise at most one line per minute is printed, and the
+    first line comes after a minute. `text` is the name of the work, such as "reading test", and
+    `unit` the unit of `total`. If the unit is "tok" (tokens), the bar abbreviates large numbers.
     """
     done, last = 0, time.monotonic()
 
@@ -146,8 +146,8 @@ def open_evaluator(
     `ablate` is a part of the carry ("cache", "state", "memory", or "both" for all three) that a
     second evaluation resets before every segment. A language model is evaluated once with each of
     the `windows`, numbers of tokens that replace Model.window. `other` is a model to compare with
-    on the same documents; then `ablate` names a part of the memory of `other`. `generate` also
-    scores completions that the model writes.
+    on the same documents; then `ablate` names a part of the memory of `other`. If `generate` is
+    True, completions that the model writes are scored, too.
     """
     config, task = model.config, tasks.from_config(model.config)
     check(
@@ -194,8 +194,8 @@ def evaluate(
 ) -> Evaluated:  # fmt: skip
     """Evaluates one checkpoint of a run on one split, and writes and returns the report.
 
-    `on_result` is called with the report before it is written. `evaluator` is one that was used for
-    another checkpoint; None opens one with the other arguments (see `open_evaluator`).
+    `on_result` is called with the report before it is written. `evaluator` is an evaluator that was
+    used for another checkpoint of the run; if it is None, `open_evaluator` opens a new one.
     """
     if model.own_tokenizer is not None:
         raise ConfigError(
@@ -233,7 +233,7 @@ def inspect(
     where = {"workdir": str(model.workdir.path), "step": model.step}
     dataset = saved_model.open_split(model, split)
     # One of the measurements replaces a document's memory by the memory of another document. If the
-    # split has only one document, the other one is taken from the training data, if available.
+    # split has only one document, the other document is taken from the training data, if available.
     with contextlib.suppress(DataError):
         dataset.splits.setdefault("train", saved_model.open_split(model, "train").split("train"))
     with model.on_devices():
@@ -251,10 +251,11 @@ def inspect(
 
 
 def can_store(workdir: Workdir) -> bool:
-    """Returns True if results can be stored in a run directory; called before they are computed.
+    """Returns True if results can be stored in a run directory.
 
-    If the run directory is read-only, a message says so once. Only the first process of several
-    stores results. A path that is a link raises ConfigError.
+    The function is called before the results are computed. If the run directory is read-only, a
+    message says so once. If there are several processes, only the first stores results.
+    ConfigError is raised if a path to write to is a link.
     """
     if not processes.is_first():
         return False

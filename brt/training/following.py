@@ -1,4 +1,4 @@
-"""Evaluates each checkpoint of a run once, while another process, the trainer, writes them.
+"""Evaluates each checkpoint of a run once, while another process, the trainer, trains the run.
 
 A `Follower` takes no lock and only reads checkpoints. Checkpoints with a report are skipped, so a
 follower can be stopped and started again at any time. It ends after the checkpoint of the run's
@@ -41,7 +41,10 @@ class Waiter:
         self._since: float | None = None
 
     def wait(self, what: str) -> None:
-        """Sleeps until the next check for `what`, an event; raises CheckpointError at a timeout."""
+        """Sleeps until the next check; raises CheckpointError at a timeout.
+
+        `what` is the name of the event in messages.
+        """
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -59,9 +62,9 @@ class Waiter:
 
 def wait_for_config(path: Path, waiter: Waiter) -> Config:
     """Waits until a trainer has written its config to the run directory, and returns the config."""
-    # Settings that name files or directories to write have their defaults in the result. Somebody
-    # else may have started the run, and evaluations must not write to places of that person's
-    # choice.
+    # In the result, settings that name files or directories to write have their defaults, because
+    # somebody else may have started the run, and evaluations must not write to places of that
+    # person's choice.
     while (config := workdirs.saved_config(path)) is None:
         missing = "" if path.is_dir() else ", which does not exist yet"
         waiter.wait(f"a trainer to start in {path}{missing}")
@@ -73,7 +76,8 @@ def wait_for_config(path: Path, waiter: Waiter) -> Config:
 class Follower:
     """Evaluates the checkpoints in a run directory as soon as the trainer has written them.
 
-    The user may have changed some settings of the `config`. `ablate` is as in `open_evaluator`.
+    `config` is that of the run, with any settings that the user has changed. `ablate` is as in
+    `open_evaluator`.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class Follower:
     ):
         self._workdir, self._config = workdir, config
         self._split, self._ablate, self._say = split, ablate, say
-        self._evaluator: Evaluator | None = None  # until the first checkpoint is evaluated
+        self._evaluator: Evaluator | None = None  # None until a checkpoint is evaluated
         self._task = tasks.from_config(config)
         self._finished: set[int] = set()
         self._due: set[int] = set()
@@ -94,7 +98,8 @@ class Follower:
     def reports(self, waiter: Waiter) -> Iterator[Evaluated]:
         """Evaluates every checkpoint without a report, oldest first, and yields the reports.
 
-        The iteration waits for further checkpoints, and stops after that of the last training step.
+        The iteration waits for further checkpoints. It stops after the checkpoint of the last
+        training step.
         """
         reports = self._workdir.evaluations.glob(f"*/{self._split}.json")
         done = [int(r.parent.name) for r in reports if r.parent.name.isdecimal()]

@@ -64,9 +64,10 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
 
 
 def _repeated(describe: Callable[[], _T], directory: Path, step: int | None) -> _T:
-    """Returns the result of `describe`; calls it again if a trainer has replaced checkpoints.
+    """Returns the result of `describe`.
 
-    If the user requested a `step`, an error is raised at once.
+    If `describe` raises CheckpointError because a trainer has replaced checkpoints meanwhile, it is
+    called again, unless the user requested a `step`.
     """
     while True:
         before = reader.present(directory)

@@ -97,7 +97,7 @@ def stacked(tree: PyTree[Array]) -> PyTree[Array]:
 
 
 def step_shapes(config: Config, shapes: TrainState, mesh: Mesh) -> TrainState:
-    """Returns `shapes` (with shardings), which have stacks, in the form of the compiled step.
+    """Converts the shapes (with shardings) of a state with stacks to the form of the compiled step.
 
     If each replica holds a shard of the optimizer's state, the result shards the parameters in the
     separate form in the same way. The step then gathers the parameters at its beginning, in the
@@ -140,9 +140,11 @@ def conversions(config: Config, shapes: TrainState, mesh: Mesh) -> tuple[Convers
 def _conversion(
     params: Callable[[PyTree], PyTree], optimizer: Callable[[PyTree], PyTree], result: TrainState
 ) -> Conversion:
-    """Returns a function that converts a state, by `params` and `optimizer`, to the form `result`.
+    """Returns a function that converts a train state to the form of the shapes `result`.
 
-    The function is compiled at its first call. It does nothing if the state has this form already.
+    It converts the parameters with the function `params`, and the optimizer's state with
+    `optimizer`, which are compiled at the first call. A state that already has the form is returned
+    unchanged.
     """
     structure: Any = jax.tree.structure(result.params)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, result)
@@ -163,7 +165,8 @@ def _consumed(program: Callable[[PyTree], PyTree], tree: PyTree[Array]) -> PyTre
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         result = program(tree)
-    # Arrays that keep their shape are donated. A stack cannot be donated and is deleted here.
+    # Arrays that keep their shape were donated. Stacks, and layers that become stacks, cannot be
+    # donated, because the result has arrays of other shapes. They are deleted here.
     for leaf in jax.tree.leaves(tree):
         if not leaf.is_deleted():
             leaf.delete()

@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, PyTree
 from brt.training.matrices import Axes, as_matrix, from_matrix
 
 Parameters: TypeAlias = PyTree[Array]
-# Matrices by the path of the parameter. For a stack of layers in the separate form, there is a list
-# of matrices.
+# Maps the paths of parameters to matrices. For a stack of layers in the separate form, the value is
+# a list with the matrix of each layer.
 Group: TypeAlias = dict[str, Any]
 
 
@@ -29,17 +29,18 @@ class LayerwiseState(NamedTuple):
     """State of an optimizer that treats layers separately."""
 
     outside: optax.OptState  # state of the parameters that are not stacked by layer
-    # States of stacked parameters, by the number of layers in the stack (as a string). Every array
-    # of these states has a first axis of layers. If layers have separate parameters, a list has a
-    # state for each layer instead.
+    # Maps a number of layers, as a string, to the state of all stacks with this number of layers.
+    # Every array of the state has a first axis of layers. In the separate form, the value is a list
+    # with one state for each layer instead.
     stacked: dict[str, Any]
 
 
 def split(tree: Parameters, axes: Axes) -> tuple[Group, dict[str, Group]]:
-    """Returns the parameters outside of stacks, and those in stacks of layers, as matrices by path.
+    """Converts parameters to matrices, and separates those in stacks of layers from the others.
 
-    `axes` has the names of each parameter's axes, by path. The stacks are grouped by their number
-    of layers, as a string.
+    Returns the group of the parameters outside of stacks, and a dictionary from numbers of layers,
+    as strings, to the group of the stacks with this number of layers. `axes` has the names of each
+    parameter's axes, by path.
     """
     outside: Group = {}
     stacked: dict[str, Group] = {}
@@ -56,7 +57,7 @@ def split(tree: Parameters, axes: Axes) -> tuple[Group, dict[str, Group]]:
 
 
 def joined(matrices: Group, like: Parameters, axes: Axes) -> Parameters:
-    """Returns matrices as a tree with the structure and shapes of `like`; inverts `split`."""
+    """Inverts `split`: converts matrices to a tree with the structure and shapes of `like`."""
 
     def in_shape_of(leaf: Any, name: str) -> Any:
         names, matrix = axes.get(name, ()), matrices[name]
@@ -70,15 +71,18 @@ def joined(matrices: Group, like: Parameters, axes: Axes) -> Parameters:
 
 
 class Arrays(NamedTuple):
-    """Gradients, state and parameters: unstacked, or of all stacks with one number of layers."""
+    """The arrays of all parameters outside of stacks, or of all stacks of the same depth.
 
-    depth: str  # the number of layers, as a string; "" if unstacked
+    The depth is the number of layers in a stack.
+    """
+
+    depth: str  # the number of layers, as a string; "" outside of stacks
     gradients: Group
-    state: Any  # in the separate form, a list with the state of each layer
+    state: Any  # of the optimizer; in the separate form, a list with the state of each layer
     params: Group
 
     def layers(self) -> list["Arrays"]:
-        """Returns the arrays of each layer in the separate form, otherwise [self]."""
+        """Returns a list with the arrays of each layer in the separate form; otherwise [self]."""
         if not isinstance(self.state, list):
             return [self]
         gradients, params = (
@@ -91,7 +95,7 @@ class Arrays(NamedTuple):
 def grouped(
     gradients: Parameters, state: LayerwiseState, params: Parameters, axes: Axes
 ) -> list[Arrays]:
-    """Returns an `Arrays` of what is outside of stacks, and then one for each depth of stacks."""
+    """Returns an `Arrays` of the parameters outside of stacks, and one for each depth of stacks."""
     (outside, stacked), (p_outside, p_stacked) = split(gradients, axes), split(params, axes)
     return [Arrays("", outside, state.outside, p_outside)] + [
         Arrays(depth, group, state.stacked[depth], p_stacked[depth])
@@ -105,10 +109,10 @@ def updated(
     like: Parameters,
     axes: Axes,
 ) -> tuple[Parameters, LayerwiseState, list[tuple]]:
-    """Updates groups by `update`, which returns new arrays, new state and a further result.
+    """Calls `update` for each group or, in the separate form, for each layer of each group.
 
-    `update` is called for each group or, in the separate form, for each layer of it. Returns the
-    new arrays as a tree like `like`, the new state, and for each group its further results.
+    `update` returns new arrays, a new state and a further result. The function returns all new
+    arrays as a tree like `like`, the new state, and for each group a tuple of further results.
     """
     arrays: Group = {}
     states, rest = {}, []
@@ -125,7 +129,10 @@ def updated(
 
 
 def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
-    """Returns an optimizer that applies `transform` to each layer of a stack, as matrices."""
+    """Returns an optimizer that applies `transform` to each layer of a stack separately.
+
+    `transform` gets parameters as matrices (`as_matrix`).
+    """
 
     def init(params: Parameters) -> LayerwiseState:
         outside, stacked = split(params, axes)
@@ -150,15 +157,15 @@ class Stepped(NamedTuple):
 
     params: Parameters
     state: Any
-    gradient_norm: Float[Array, ""]  # of the divided gradients, before they are clipped
+    gradient_norm: Float[Array, ""]  # norm of gradients / divisor, before they are clipped
 
 
 class Stepper(NamedTuple):
     """An optimizer that returns new parameters."""
 
     init: Callable[[Parameters], optax.OptState]
-    # From gradients, state, parameters, and a number by which the gradients are first divided, such
-    # as the number of tokens.
+    # A function of gradients, state, parameters and a divisor, such as the number of tokens. The
+    # gradients are first divided by the divisor.
     step: Callable[[Parameters, Any, Parameters, Float[Array, ""]], Stepped]
 
 

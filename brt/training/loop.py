@@ -80,7 +80,10 @@ def report(session: Session) -> None:
 
 
 def report_start(session: Session) -> None:
-    """Says how long this process took until the end of its first step, for which `report` waits."""
+    """Says how long this process took until the end of its first step.
+
+    The hook `report`, which comes before this one, has waited for the step.
+    """
     if not session.started:
         session.started = True
         session.progress.message(until_first_step(session.phases.seconds()))
@@ -195,8 +198,8 @@ AFTER_LAST_SKIP: tuple[Hook, ...] = (evaluate, sample, save)
 def train(config: Config, path: Path, allowed: Collection[str] = ()) -> tuple[Run, Workdir]:
     """Trains in a run directory until Training.steps, from its newest checkpoint if there is one.
 
-    `allowed` is that of `Session.open`. Preempted is raised if the run was asked to stop, and
-    everything is saved; other failures are BrtErrors.
+    `allowed` is that of `Session.open`. If the run is asked to stop, it saves everything and raises
+    Preempted. Other failures raise other BrtErrors.
     """
     with Session.open(config, path, allowed) as session:
         if session.resumed:

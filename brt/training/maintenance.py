@@ -1,7 +1,7 @@
 """Stops a run in time if Google Cloud announces that it will end this machine.
 
-The metadata server of a machine announces maintenance 60 seconds before, or an hour on machines
-with GPUs, and the preemption of a Spot VM 30 seconds before.
+The metadata server of a machine announces maintenance 60 seconds before it begins, or an hour
+before on machines with GPUs. It announces the preemption of a Spot VM 30 seconds before.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def watching(stop: Callable[[str], object]) -> Iterator[None]:
     """Context in which a thread calls `stop` with the name of an announcement.
 
     Outside of Google Cloud, no server is asked. An announcement from before the context does not
-    count, because a run that is started again on the same machine would make no step.
+    count. Otherwise, a run that is started again on the same machine would stop at once.
     """
     seen: dict[str, str] = {}
 

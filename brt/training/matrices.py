@@ -26,8 +26,9 @@ TABLES = {"vocab", "states", "buckets", "positions", "types", "clusters"}
 
 
 def is_kernel(axes: Names) -> bool:
-    """Returns True for the matrix of a linear map, or a stack of them by layer or expert; not for a
-    table or a router.
+    """Returns True if a parameter is the kernel of a linear map, or a stack of such kernels.
+
+    The kernels of a stack belong to different layers or experts. Tables and routers do not count.
     """
     names = [name for name in matrix_names(axes) if name not in STACKS]
     return len(names) == 2 and not TABLES & set(names)
@@ -60,7 +61,7 @@ def ends_with_heads(axes: Names) -> bool:
 
 
 def as_matrix(axes: Names, x: Array) -> Array:
-    """Returns a kernel, reshaped to a matrix; () in place of names leaves an array as it is.
+    """Returns a kernel, reshaped to a matrix; if `axes` is (), the array is returned unchanged.
 
     Heads come first within the merged axis, so that a device with some of the heads has adjacent
     rows or columns of the matrix.

@@ -3,8 +3,8 @@
 The config section Logging chooses the services. These have runs, too: one run in the service has
 the metrics of one training run. The id of the run in the service is stored in trackers.json in the
 run directory, so that a resumed training run continues the same run in the service. The file also
-says which directory it was written for: a moved directory keeps its runs in the services, and a
-copy begins new ones.
+identifies the run directory for which it was written. A moved directory therefore keeps its runs in
+the services, and a copy of a directory begins new ones.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def damaged_lines(path: Path) -> list[int]:
     """Returns the numbers, from 1, of the damaged lines of a file metrics.jsonl.
 
-    An incomplete last line does not count, because the end of a process may have interrupted it.
+    An incomplete last line does not count, because a process that is killed may leave one.
     """
     *lines, last = _lines(path) or [b""]
     interrupted = re.fullmatch(rb"{[^}\0]*", last)
@@ -156,7 +156,8 @@ class TensorBoard:
         with self._tolerate_errors():
             directory.mkdir(exist_ok=True)
             name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-            # The library takes the beginning of a relative name, such as gs:, for a storage scheme.
+            # The path is absolute, because the library would take the beginning of a relative path,
+            # such as gs:, for a storage scheme.
             self._writer = RecordWriter(os.path.abspath(directory / name))
             self._add(Event(file_version="brain.Event:2"))
         self.rewind(resume_step)
@@ -233,7 +234,10 @@ def _set_aside(path: Path, damaged: Sequence[int]) -> str:
 
 
 def _drop_after(path: Path, step: int) -> dict[str, Any]:
-    """Removes steps after `step` and damaged lines; returns the last record that remains, or {}."""
+    """Removes the lines of steps after `step`, and damaged lines, from a file metrics.jsonl.
+
+    Returns the last record that remains; {} if there is none.
+    """
     text = untrusted.read_file(path) if path.exists() else b""
     records = [record for record in read_metrics(path) if record["step"] <= step]
     new_text = b"".join(map(_encode, records))
@@ -254,8 +258,8 @@ def _number(value: Any) -> float | int | None:
 class Tracker:
     """A tracking service, which gets the metrics in addition to metrics.jsonl.
 
-    Failures of the service never stop a run, because metrics.jsonl has the complete record; `warn`
-    is called at the first one.
+    Failures of the service never stop a run, because metrics.jsonl has the complete record. At the
+    first failure, `warn` is called with a message, and the service is not used any more.
     """
 
     name: str  # The Python module, and the extra of brt that installs the module, have this name.
@@ -411,7 +415,7 @@ def _is_copy(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
 
 
 def read_trackers(file: Path) -> dict[str, Any]:
-    """Returns the content of trackers.json: the ids of runs, by service, and the "directory"."""
+    """Returns the content of trackers.json: ids of runs, by service, and `_place` ("directory")."""
     try:
         return untrusted.read_json(file, _IDS)
     except FileNotFoundError:

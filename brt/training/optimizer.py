@@ -2,10 +2,11 @@
 
 Optimizer.rates has factors of the learning rates and weight decays of chosen parameters.
 
-On TPUs, the op `brt.ops.adafactor` updates matrices by a Pallas kernel. It returns new parameters
-instead of updates, so that the kernel can read and write each array once. The state is that of
-`optax.adafactor`, which updates all parameters that have no kernel, such as vectors. On CPUs and
-GPUs, and if arrays are sharded over devices, it updates all parameters.
+On TPUs, the op `brt.ops.adafactor` updates matrices by a Pallas kernel. The op returns new
+parameters instead of updates, so that the kernel can read and write each array once. The state is
+that of `optax.adafactor`, which updates the parameters that the kernel cannot update, such as
+vectors. On CPUs and GPUs, and if arrays are sharded over devices, `optax.adafactor` updates all
+parameters.
 
 Muon makes the update of a matrix orthogonal (Jordan et al., 2024).
 """
@@ -63,9 +64,9 @@ def with_rates(
     """Returns `transform` with the factors of learning rates and weight decays in Optimizer.rates.
 
     The updates of Adafactor, AdamW and Muon are proportional to the learning rate, so the updates
-    are multiplied by its factor. AdamW and Muon use the parameters only for weight decay, so the
-    parameters that they get are multiplied by the factor of the weight decay. Adafactor uses the
-    parameters for another purpose, and has no weight decay.
+    are multiplied by the factor of the learning rate. AdamW and Muon use the parameters only for
+    weight decay, so the parameters that they get are multiplied by the factor of the weight decay.
+    Adafactor uses the parameters for another purpose, and has no weight decay.
     """
     if not optimizer.rates:
         return transform
@@ -91,7 +92,10 @@ def _multiplied(tree: PyTree[Array], optimizer: Optimizer, which: int) -> PyTree
 
 
 def factors_of(path: str, optimizer: Optimizer) -> tuple[float, float]:
-    """Returns the factors of learning rate and weight decay of the first pattern that matches."""
+    """Returns the factors of the learning rate and the weight decay of a parameter.
+
+    They are those of the first pattern that matches `path`; 1 if no pattern matches.
+    """
     for pattern, rate, decay in optimizer.rates:
         if trainable.matches(path, [pattern]):
             return rate, decay
@@ -162,7 +166,7 @@ def learning_rate(
 
 
 def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AUTO) -> Stepper:
-    """Returns the optimizer of a run: `transformation`, or its Adafactor by a Pallas kernel.
+    """Returns the optimizer of a run: `transformation`, with a Pallas kernel for Adafactor.
 
     If Optimizer.clip_norm is set, every optimizer first clips the norm of the gradients.
     `implementation` is that of the op "adafactor".
@@ -183,9 +187,9 @@ def transformation(optimizer: Optimizer, steps: int, axes: Axes) -> optax.Gradie
 
     Adafactor is used as in the code of Block-Recurrent Transformers: the second moments of matrices
     are factored, and its updates are clipped to a root mean square of 1, multiplied by the learning
-    rate and the scale of the parameter, and smoothed by momentum. All three optimizers treat an
-    attention kernel as a matrix, which is possible only if `axes` has the names of its axes, by the
-    parameter's path.
+    rate and the scale of the parameter, and smoothed by momentum. `axes` maps the paths of
+    parameters to the names of their axes. All three optimizers treat an attention kernel as a
+    matrix if `axes` has the names of its axes.
     """
     schedule = _schedule(optimizer, steps)
     if optimizer.name == "muon":
@@ -232,7 +236,7 @@ def _clipped(built: Stepper, norm: float) -> Stepper:
 _RMS = 0.2
 _MOMENTUM = 0.95
 # A matrix is made orthogonal by iterations that apply a polynomial to its singular values and so
-# bring them closer to 1. Each row has the coefficients of x, x^3 and x^5 for one iteration. Its
+# bring them closer to 1. Each tuple has the coefficients of x, x^3 and x^5 for one iteration. The
 # polynomial is the best one for the interval to which the previous iterations have mapped singular
 # values from [0.03, 1] (the Polar Express, Amsel et al., 2025, theorem 3.1). The last polynomial is
 # the limit of the sequence, and is repeated in further iterations.
@@ -279,7 +283,8 @@ def _muon(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
 def _grouped(params: PyTree[Array], axes: Axes) -> dict[str, dict[str, Array]]:
     """Concatenates kernels of the same shape into one array [matrices, rows, columns].
 
-    "matrices" has these arrays, by shape; "others" the remaining parameters, by path.
+    In the result, "matrices" maps the shape of a matrix, such as "512x2048", to such an array, and
+    "others" maps paths to the remaining parameters.
     """
     others, groups = flatten_dict(params, sep="/"), {}
     for name in [name for name in others if is_kernel(axes.get(name, ()))]:
@@ -312,7 +317,7 @@ def _ungrouped(
 class _Rules(NamedTuple):
     """What an update of Adafactor depends on, except arrays."""
 
-    transform: optax.GradientTransformation  # `optax.adafactor`, where there is no Pallas kernel
+    transform: optax.GradientTransformation  # `optax.adafactor`, for parameters without kernel
     schedule: Schedule
     axes: Axes  # names of each parameter's axes, by the parameter's path
     factor: Callable[[str], float]  # from a parameter's path to the factor of its learning rate
@@ -321,7 +326,10 @@ class _Rules(NamedTuple):
 
 
 class _Stack(NamedTuple):
-    """The op's first arguments: a stack [L, A, *columns] of L matrices with A rows."""
+    """The first arguments of the op "adafactor", for L matrices with A rows: [L, A, *columns].
+
+    `columns` are several axes if a kernel has an axis of heads, such as [A, H, K].
+    """
 
     gradient: Array
     parameter: Array
@@ -359,7 +367,10 @@ def _adafactor_step(
 
 
 def _stacks(group: Arrays, shapes: _Shapes, rules: _Rules) -> dict[str, _Stack]:
-    """Returns, by path, the matrices of `group` (of `Arrays.layers`) that have a Pallas kernel."""
+    """Returns, by path, the matrices of a group that the Pallas kernel can update.
+
+    `group` is an element of `Arrays.layers()`.
+    """
     depth, gradients, state, params = group
     factored, ema = (_part(state, kind) for kind in (optax.FactoredState, optax.EmaState))
     found = {}
@@ -386,7 +397,8 @@ def _update_group(
 ) -> tuple[Group, Any, Float[Array, ""]]:
     """Returns the new parameters and state of a group, and the sum of its squared gradients.
 
-    Gradients are divided by `divisor` first. optax updates parameters without a Pallas kernel.
+    Gradients are divided by `divisor` first. optax updates the parameters that the Pallas kernel
+    cannot update. `group` is an element of `Arrays.layers()`.
     """
     depth, gradients, state, params = group
     stacks = _stacks(group, shapes, rules)
@@ -416,7 +428,10 @@ def _update_group(
 
 
 def _ordered(first: Array, second: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """Converts optax's (v_row, v_col), of which v_row is shorter, to (rows, columns), or back."""
+    """Converts optax's vectors (v_row, v_col) to vectors for (rows, columns), or back.
+
+    `shape` is that of the matrix. `v_row` is the shorter vector, even if it is that of the columns.
+    """
     rows, columns = shape
     return (first, second) if rows <= columns else (second, first)
 
@@ -438,7 +453,8 @@ def _with_moments(state: Any, found: dict[str, Moments], depth: str) -> Any:
     vectors, unused, momenta = {}, {}, {}
     for name, (rows, columns, momentum) in found.items():
         vectors[name] = _ordered(rows, columns, momentum.shape[bool(depth) :])
-        # optax has an array of this shape for the second moments that are not factored.
+        # optax has a field for second moments that are not factored. For a matrix whose second
+        # moments are factored, the field has an unused array of this shape.
         unused[name] = jnp.zeros((*momentum.shape[: bool(depth)], 1), momentum.dtype)
         momenta[name] = momentum
 

@@ -58,7 +58,7 @@ class StopSignal:
 
     @property
     def requested(self) -> str | None:
-        """Name of the first signal, such as "SIGTERM", or of another reason; None before one."""
+        """The first signal, such as "SIGTERM", or another reason to stop; None before a request."""
         return self._requested
 
     def request(self, reason: str) -> None:

@@ -48,11 +48,12 @@ class RunStatus(NamedTuple):
 
 
 class PhaseTracker:
-    """Holds the current status of a run, notifies listeners of phases, and adds up their times.
+    """Holds the current status of a run, notifies listeners, and adds up the time of each phase.
 
     The main thread changes the status. Every thread may read the status (`now`), because it is a
-    single value that is replaced as a whole. A `step` of None leaves the number of completed steps
-    as it is. `began` is the time at which the process began; None if it was not started to train.
+    single value that is replaced as a whole. If a method gets None as its `step`, the number of
+    completed steps stays as it is. `began` is the time at which the process began; None if the
+    process was not started to train.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, began: float | None = None):
@@ -106,7 +107,7 @@ class PhaseTracker:
 
     @contextlib.contextmanager
     def in_background(self, phase: str) -> Iterator[None]:
-        """Context that sets `background` of the status, for the thread that saves."""
+        """Context in which `background` of the status is `phase`; for the thread that saves."""
         self._background = phase
         self._notify()
         try:
@@ -131,7 +132,10 @@ class PhaseTracker:
 
 
 def until_first_step(seconds: Mapping[str, float]) -> str:
-    """Returns a line about the time until the end of the first step; `seconds` are by phase."""
+    """Returns a line about the time until the end of the first step.
+
+    `seconds` maps each phase to its time, as `PhaseTracker.seconds` returns it.
+    """
     names = {"stepping": "first step", "starting": "other"}
     tenths = {names.get(name, name): round(10 * time) for name, time in seconds.items()}
     tenths["other"] = tenths.pop("other", 0)  # It comes last.
@@ -148,9 +152,10 @@ _TIMED = ("restoring", "compiling")
 class Progress:
     """Shows the progress of a run to the user, and appends every line with its time to a log.
 
-    The run resumes from `initial_step`. `stream` (None: stderr) gets lines or a moving `bar` (None:
-    a bar on terminals of known width). OSError is raised if the log cannot be opened because the
-    disk fails or denies access.
+    The run resumes from `initial_step`. The progress is written to `stream` (None: stderr): as a
+    moving bar if `bar` is True, as lines if it is False. A `bar` of None stands for a bar on
+    terminals of known width, and for lines elsewhere. OSError is raised if the log cannot be opened
+    because the disk fails or denies access.
     """
 
     def __init__(
@@ -208,7 +213,7 @@ class Progress:
         self._show_metrics(step, f"train {bits_per_token:.2f} bits/token")
 
     def evaluation(self, step: int, summary: str) -> None:
-        """Shows the summary of an evaluation as a line, and in the bar until the next one."""
+        """Shows a line about an evaluation; the bar shows it until the next evaluation."""
         self._evaluation = summary
         self.message(f"step {step}/{self._steps}  {self._evaluation}")
         self._refresh_bar(step)
@@ -363,13 +368,16 @@ def utilization(flops_per_second: float | None, mesh: jax.sharding.Mesh) -> dict
 
 
 class Profile:
-    """Records a profiler trace of steps: `steps` are the first and the last one; () for none."""
+    """Records a profiler trace of steps.
+
+    `steps` are the numbers of the first and the last step to trace; () for no trace.
+    """
 
     def __init__(self, steps: tuple[int, ...], workdir: Workdir):
         self._steps, self._workdir, self._running = steps, workdir, False
 
     def before(self, step: int) -> None:
-        """Starts the trace if `step`, which is about to run, is the first one to trace."""
+        """Starts the trace if `step`, which is about to run, is the first step to trace."""
         if self._steps and step == self._steps[0] and not self._running:
             # The profiler would follow symbolic links to places outside of the run directory.
             refuse_links(self._workdir)
@@ -377,7 +385,10 @@ class Profile:
             self._running = True
 
     def after(self, step: int, wait_for: object) -> bool:
-        """Returns True if `step` is the last to trace, and ends the trace after `wait_for`."""
+        """Ends the trace if `step` is the last step to trace; returns True if it ended the trace.
+
+        The trace ends after the arrays `wait_for` have been computed.
+        """
         if not (self._running and step >= self._steps[1]):
             return False
         jax.block_until_ready(wait_for)
@@ -386,7 +397,8 @@ class Profile:
 
     def close(self) -> None:
         """Ends a trace that is still running."""
-        # If the run directory has been moved, the profiler would create it again.
+        # If the run directory has been moved, the trace is not written, because the profiler would
+        # create the directory again.
         if self._running and self._workdir.tensorboard.is_dir():
             self._running = False
             # jax raises RuntimeError if another part of the program has already stopped the trace.

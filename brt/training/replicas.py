@@ -8,7 +8,8 @@ every iteration.
 If parameters are sharded over devices (`Mesh.fsdp`, `Mesh.tensor`), the SPMD partitioner has to
 distribute the whole computation, because it cannot partition an embedding lookup inside of a
 `shard_map` over replicas (jax 0.10 aborts). Then `count` returns 1, and only the functions for
-groups are used. A mesh of None stands for JAX's current mesh.
+groups are used. A group is the devices at one index along `Mesh.data`, which together hold one
+model. A mesh of None stands for JAX's current mesh.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,8 +41,9 @@ def count(mesh: rules.Mesh | None = None) -> int:
 
 
 def groups(mesh: rules.Mesh | None = None) -> int:
-    """Returns the number of groups along `Mesh.data`, in each of which the devices share one model;
-    1 if each device holds a whole model.
+    """Returns the number of groups along `Mesh.data` if parameters are sharded over devices.
+
+    If each device holds a whole model, there are replicas in place of groups, and the result is 1.
     """
     shape = (mesh or jax.sharding.get_abstract_mesh()).shape
     return shape.get(_AXIS, 1) if count(mesh) == 1 else 1
@@ -104,7 +106,10 @@ def constrain(tree: PyTree[Array], specs: PyTree[PartitionSpec]) -> PyTree[Array
 
 
 def lane_specs(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpec]:
-    """Returns specs that shard the axis "lanes" (rows of the batch), by the names of the axes."""
+    """Returns specs that shard the axis "lanes" (rows of the batch) of each array over replicas.
+
+    `names` has the names of the axes of each array.
+    """
 
     def lane_spec(_: Array, names: Names) -> PartitionSpec:
         return PartitionSpec(*(_AXIS if name == "lanes" else None for name in names))
@@ -115,7 +120,8 @@ def lane_specs(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpe
 def shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Returns a function that runs `function` on every replica (`jax.shard_map`).
 
-    An output that is not sharded over replicas has to be the same on all, which is not checked.
+    An output that is not sharded over replicas has to be the same on all replicas; this is not
+    checked.
     """
     shape = jax.sharding.get_abstract_mesh().shape
     # The axes of size 1 are manual axes of the shard_map, too, because jax refuses Pallas kernels

@@ -31,7 +31,7 @@ class Requests:
     is removed after the request has been fulfilled. If the run is killed before, it fulfils the
     request when it is started again. Every call of `stop` counts as progress in `phases`, because
     the run calls `stop` regularly while it trains, evaluates or samples. `evaluates` is False for a
-    run without evaluations, and `stack` ends the threads.
+    run without evaluations. The threads that wait for requests end when `stack` is closed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Requests:
             stack.callback(agreed.close)
 
     def stop(self) -> str | None:
-        """Returns the signal or other reason for which the run must stop now; None without one."""
+        """Returns why the run must stop now, such as the name of a signal; None if it goes on."""
         self._phases.progressed()
         return self._to_stop.reason_if_due()
 
@@ -78,7 +78,7 @@ class Requests:
         return CHECKPOINT if processes.is_first() and self._appears(CHECKPOINT) else None
 
     def _appears(self, name: str) -> bool:
-        """Looks for a file at most once in _LOOK_SECONDS; returns False at other times."""
+        """Returns True if a file exists. Between looks (once in _LOOK_SECONDS), returns False."""
         now = time.monotonic()
         if now < self._next_look.get(name, 0.0):
             return False

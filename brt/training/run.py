@@ -80,8 +80,9 @@ def build(
 ) -> Run:
     """Prepares the data of a run, computes the shapes of its arrays, and returns the run.
 
-    `resumed` is the run directory, and the checkpoint that the run resumes from. They replace the
-    weights of Training.init_from and the file of Data.tokenizer, which may have been removed.
+    `resumed` is the run directory, and the checkpoint that the run resumes from. They are used in
+    place of the weights of Training.init_from and the file of Data.tokenizer, because these weights
+    and this file may have been removed.
     """
     user_cache.share_compiled_programs()
     weights = find_weights(config, resumed and resumed[1])
@@ -93,7 +94,8 @@ def build(
 def without_data(config: Config) -> Shapes | None:
     """Returns the shapes of a run without opening its data; None if they depend on the data.
 
-    This is so if the data determine the size of the vocabulary, or if Training.init_from is set.
+    They depend on the data if the data determine the size of the vocabulary, or if
+    Training.init_from is set.
     """
     task = tasks.from_config(config)
     if config.training.init_from or not task.sizes_are_configured(config):
@@ -158,7 +160,7 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     """Returns the train state at step 0, on the devices of the run.
 
     Parameters are random, or the weights that Training.init_from names. `say` is called with a
-    message if the named weights lack parameters of the model, or have others.
+    message if the weights lack parameters of the model, or have parameters that the model lacks.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.state_shapes)
     init = partial(initial_state, run.config, run.optimizer)
@@ -186,7 +188,8 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     model_state = run.task.start_model_state(run.config, run.weights, state.model_state)
     return state._replace(
         params=jax.device_put(params, shardings.params),
-        # The parameters of a teacher may be those of `params`, whose memory a step donates.
+        # A teacher in the model state may have the same arrays as `params`. The model state is
+        # copied, because a step donates the memory of `params`.
         model_state=jax.device_put(model_state, shardings.model_state, may_alias=False),
     )
 
@@ -212,16 +215,19 @@ def put(run: Run, batch: Any) -> Any:
 
 
 def put_scalar(run: Run, value: np.generic) -> jax.Array:
-    """Returns a number, which all processes pass, as an array [] that is on all devices."""
+    """Returns a number as an array of shape [] on all devices; all processes pass this number."""
     return jax.make_array_from_callback((), replicated(run.mesh), lambda _: np.asarray(value))
 
 
 def lowered_step(config: Config, shapes: Shapes | Run, batch: Any) -> jax.stages.Lowered:
     """Returns the train step, lowered for Training.batch_size rows and the other sizes of `batch`.
 
-    Its arguments are the two results of `step_inputs` for a train state in the form of
-    `layer_forms.step_shapes`, a batch, the random key and, if `skips_spikes` is True, the loss
-    above which the step leaves the train state unchanged.
+    The lowered step has these arguments:
+
+    - the two results of `step_inputs` for a train state in the form of `layer_forms.step_shapes`
+    - a batch
+    - the random key
+    - if `skips_spikes` is True: the loss above which the step leaves the train state unchanged
     """
     mesh, lanes = shapes.mesh, by_lane(shapes.mesh)
     state_shapes = layer_forms.step_shapes(config, shapes.state_shapes, mesh)
@@ -273,7 +279,8 @@ class CompiledStep:
         self._key = jax.jit(lambda: _key(run), out_shardings=replicated(run.mesh))()
         self._run = run
         self._limited = skips_spikes(run.config)
-        # `stacked` converts a train state of either form to stacks, and donates its memory.
+        # The function `stacked` converts a train state of either form to the form with stacks. The
+        # memory of the given state is donated.
         forms = layer_forms.conversions(run.config, run.state_shapes, run.mesh)
         self._for_step, self.stacked = forms
         self._compiled: dict[tuple, Any] = {}
@@ -296,9 +303,9 @@ class CompiledStep:
     ) -> tuple[TrainState, StepMetrics]:
         """Runs a step, which is compiled first if necessary; the memory of `state` is donated.
 
-        `state` has either form of `layer_forms`; the result has that of the compiled step. `limit`
-        is the loss in nats per token above which the step leaves the state unchanged (see
-        `skips_spikes`).
+        `state` has either form of `layer_forms`, and the new state has the form of the compiled
+        step. `limit` is the loss in nats per token above which the step leaves the state unchanged
+        (see `skips_spikes`).
         """
         self.prepare(batch)
         state = self._for_step(state)
@@ -344,8 +351,8 @@ def find_weights(config: Config, checkpoint: VerifiedCheckpoint | None = None) -
     """Returns the weights that Training.init_from names; None if the setting is empty.
 
     Training.init_from names a run directory, a directory of weights that brt.convert wrote or in
-    Hugging Face's format, or a model of the Hugging Face Hub. If the run resumes from a checkpoint,
-    the checkpoint describes the weights, and nothing is read.
+    Hugging Face's format, or a model of the Hugging Face Hub. If the run resumes from `checkpoint`,
+    the checkpoint describes the weights, and the weights themselves are not read.
     """
     where, task = config.training.init_from, tasks.from_config(config)
     if not where:
@@ -376,8 +383,8 @@ def weights_of_run(where: str, config: Config, source_config: Config, tokenizer:
     """Returns a `Weights` that only describes the weights of a run and cannot load their arrays.
 
     A resumed run needs only the description, because its parameters come from its own checkpoint.
-    `where` is as in Training.init_from, `source_config` the config of the run that trained the
-    weights, and `tokenizer` a fingerprint.
+    `where` is as in Training.init_from, `source_config` is the config of the run that trained the
+    weights, and `tokenizer` is the fingerprint of the tokenizer of that run.
     """
     task, source_task = tasks.from_config(config), tasks.from_config(source_config)
     if source_task.model != task.model:
@@ -401,9 +408,10 @@ def with_model(config: Config, weights: Weights) -> Config:
 
     Each setting of the model declares in `brt.config` where its value comes from. The value of an
     "own" setting comes from the new run, and the value of an "inherited" setting from the weights.
-    The value of an "adaptable" setting comes from the new run if it is not the default there or is
-    named in Training.init_keep, otherwise from the weights. ConfigError is raised if the config
-    contradicts the weights.
+    The value of an "adaptable" setting comes from the new run if the new run sets it to another
+    value than the default, or if Training.init_keep names the setting. Otherwise it comes from the
+    weights. ConfigError is raised if the config sets an "inherited" setting to another value than
+    that of the weights.
     """
     task, kept = tasks.from_config(config), config.training.init_keep
     task.check_weights(weights)
@@ -441,7 +449,8 @@ def _changes(requested: Any, trained: Any, where: str, kept: Collection[str]) ->
         value, default, old = (getattr(model, name) for model in (requested, defaults, trained))
         own = f"{section.__name__}.{name}"
         adaptable = setting.warm_start == "adaptable"
-        # Weights that were converted from other formats have, for example, 9.9999997e-06 for 1e-05.
+        # Floats are compared as float32, because weights that were converted from other formats
+        # have, for example, 9.9999997e-06 for 1e-05.
         floats = isinstance(value, float) and isinstance(old, float)
         equal = np.float32(value) == np.float32(old) if floats else value == old
         chosen = value != default or public_name(own) in kept

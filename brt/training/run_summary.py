@@ -183,7 +183,10 @@ def _paths_and_commands(run: Run, workdir: Workdir) -> list[str]:
 
 
 def _next_steps(run: Run, quoted: str) -> list[str]:
-    """Returns the task's suggested commands for the directory `quoted` and a split that exists."""
+    """Returns the commands that the task suggests, with a split that exists.
+
+    `quoted` is the run directory, quoted for the shell.
+    """
     split = next((name for name in ("test", SPLIT, "train") if name in run.dataset.splits), "train")
     commands = run.task.next_steps(quoted)
     return [command.replace("--split=test", f"--split={split}") for command in commands]

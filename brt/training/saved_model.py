@@ -2,10 +2,12 @@
 
 `brt.checkpointing.reader` verifies and reads checkpoints, whatever their metadata are. This module
 also checks that the metadata are those of a training run, and that the checkpoint that was saved
-last still exists, and decides which settings may differ between a checkpoint and the run that
-resumes from it. Every setting declares in `brt.config` whether a resumed run may change the
-setting. A run with a change of another setting would be a different run, so the change is refused
-unless the user names the setting in --allow_config_change.
+last still exists.
+
+The module also decides which settings may differ between a checkpoint and the run that resumes from
+it. Every setting declares in `brt.config` whether a resumed run may change it. If another setting
+changed, the run would be a different one, so the change is refused unless the user names the
+setting in --allow_config_change.
 """
 
 import contextlib
@@ -79,8 +81,8 @@ def find_checkpoint(
 def newest_checkpoint(path: Path, warned: Collection[str] = ()) -> VerifiedCheckpoint | None:
     """Returns the newest intact checkpoint of a run directory; None if the run never saved one.
 
-    `warned` is as in `find_checkpoint`. CheckpointError is raised if none is intact, or if all that
-    were saved have been removed.
+    `warned` is as in `find_checkpoint`. CheckpointError is raised if the existing checkpoints are
+    all damaged, or if all checkpoints have been removed.
     """
     directory = Workdir(path).checkpoints
     checkpoint = None
@@ -109,10 +111,12 @@ class SavedModel(NamedTuple):
     step: int
     config: Config  # of the checkpoint, with the changes that the user of the model requested
     meta: dict[str, Any]  # metadata of the checkpoint
-    params: PyTree[Array]  # on the devices of `mesh`; products of low-rank adapters are added
+    # On the devices of `mesh`. The products of low-rank adapters are already added to the kernels,
+    # except in the result of `load_unmerged`.
+    params: PyTree[Array]
     model_state: PyTree[Array] = {}  # arrays that the model learned without gradients
     mesh: jax.sharding.Mesh | None = None  # None if the arrays are on the default device
-    # The tokenizer of a model in Hugging Face's format; None for that of the run directory.
+    # The tokenizer of a model in Hugging Face's format; None if a run directory has the tokenizer.
     own_tokenizer: Tokenizer | None = None
 
     @property
@@ -161,8 +165,8 @@ def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> Sa
 def load_unmerged(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> SavedModel:
     """Loads the parameters of a checkpoint, and of its low-rank adapters, onto the run's mesh.
 
-    If this machine has fewer devices than the mesh, the model is loaded onto fewer devices. In
-    `config`, the caller may have changed settings that a resumed run may change.
+    If this machine has fewer devices than the mesh, the model is loaded onto fewer devices.
+    `config` is that of the checkpoint, with any changes of settings that a resumed run may change.
     """
     user_cache.share_compiled_programs()
     check_resumable(config_from_json(checkpoint.meta["config"]), config)
@@ -206,9 +210,11 @@ def tokenizer(model: SavedModel) -> Tokenizer:
 def open_split(model: SavedModel, split: str) -> Dataset:
     """Opens one split of the data that the model's config names, encoded with the run's tokenizer.
 
-    ConfigError is raised if the config names another tokenizer than the run's, CheckpointError if
-    the prepared data have another one, and DataError if the split does not exist, cannot be read,
-    or was held out of data that have changed, so that other documents would be held out now.
+    Raises:
+      ConfigError: the config names another tokenizer than the run's.
+      CheckpointError: the prepared data have another tokenizer than the run's.
+      DataError: the split does not exist, cannot be read, or was held out of data that have changed
+        since, so that other documents would be held out now.
     """
     config, task = model.config, tasks.from_config(model.config)
     configs = config_from_json(model.meta["config"]), config
@@ -242,7 +248,7 @@ class ConfigChanges(NamedTuple):
     """Differences between the config of a checkpoint and the config of the resuming run."""
 
     lines: list[str]  # every difference as "Section.field: old -> new"
-    allowed: list[str]  # names of the settings that need --allow_config_change
+    allowed: list[str]  # names of the changed settings that need --allow_config_change
 
 
 def check_allowed_names(names: Collection[str]) -> None:
@@ -257,9 +263,10 @@ def check_resumable(
 ) -> list[str]:
     """Returns the differences between two configs as "Section.field: old -> new".
 
-    ConfigError is raised if a setting differs that must not change, unless the user allows it to
-    change (`allowed`, the names in --allow_config_change; None if the checkpoint is only read). If
-    `possible` is False, the error does not suggest this flag, because it would not help.
+    ConfigError is raised if a setting differs that a resumed run must not change, unless its name
+    is in `allowed`, the names in --allow_config_change. The error suggests this flag, except in two
+    cases: if the checkpoint is only read (`allowed` is None), or if the flag would not help
+    (`possible` is False).
     """
     differences = difference(saved, config)
     refused = {

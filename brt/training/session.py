@@ -107,7 +107,7 @@ class Session:
         with phases.counting("restoring"):
             checkpoint = saved_model.newest_checkpoint(path)
         with phases.counting("devices"):
-            jax.devices()  # The first call connects to them, which may take long.
+            jax.devices()  # The first call connects to the devices, which may take long.
         with phases.counting("data"):
             run = runs.build(config, resumed=checkpoint and (Workdir(path), checkpoint))
         with (
@@ -175,7 +175,7 @@ class Session:
     def skip_bad_batches(self) -> bool:
         """After a rollback to this step, leaves out the batches up to the bad one.
 
-        They count as completed steps. Returns True if batches were left out.
+        These batches count as completed steps. Returns True if batches were left out.
         """
         ahead = min(self.bad_steps.skip_to(self.completed), self.steps)
         if not ahead:
@@ -223,8 +223,9 @@ class Session:
     def save(self, *, wait: bool = False) -> None:
         """Starts to save everything that a resumed run needs; `wait` also completes the save.
 
-        If the state is not finite, BadStep or NonFiniteError is raised, as Training.on_bad_step
-        says. CheckpointError is raised if this save, or the one before it, failed.
+        BadStep is raised if the last step was bad. If the state is not finite, BadStep is raised if
+        Training.on_bad_step is "rollback", and NonFiniteError otherwise. CheckpointError is raised
+        if this save or the previous one failed.
         """
         self.accumulator.flush()
         with self.pause("saving"):
@@ -290,8 +291,9 @@ def open_files(
 ) -> Session:
     """Restores or creates a run, opens the files that it writes, and returns its session.
 
-    `workdir` is the result of `enter_workdir`, `checkpoint` was the newest before the workdir was
-    locked, `allowed` is that of `Session.open`, and `stack` closes the files at the end of the run.
+    `workdir` is the result of `enter_workdir`. `checkpoint` is the newest checkpoint that was found
+    before the run directory was locked. `allowed` is that of `Session.open`. `stack` closes the
+    files at the end of the run.
     """
     config, settings = run.config, run.config.checkpoint
     # The writer is opened first, because it removes the files that a killed run left behind.
@@ -391,7 +393,7 @@ def enter_workdir(workdir: Workdir, stack: contextlib.ExitStack) -> Workdir:
 def _find_again(
     workdir: Workdir, checkpoint: VerifiedCheckpoint | None
 ) -> VerifiedCheckpoint | None:
-    """Finds the newest checkpoint again, now under the lock; `checkpoint` was found before it."""
+    """Finds the newest checkpoint again; `checkpoint` was found before the directory was locked."""
     steps = reader.steps(workdir.checkpoints)
     if steps and (checkpoint is None or steps[-1] > checkpoint.step):
         # Either another trainer saved a checkpoint before this process locked the directory, or the

@@ -72,7 +72,7 @@ def _parameter_shapes(config: Config, _: Task) -> PyTree[jax.ShapeDtypeStruct]:
 
 
 def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
-    """Returns the names of the axes of each parameter whose axes have names, by its path."""
+    """Returns the names of each parameter's axes, by path, for parameters whose axes have names."""
     boxed = flatten_dict(parameter_shapes(config), sep="/")
     return {k: box.names for k, box in boxed.items() if isinstance(box, nn.Partitioned)}
 

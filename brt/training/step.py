@@ -34,7 +34,7 @@ class StepMetrics(NamedTuple):
 
     nats: Float[Array, ""]  # cross-entropy, summed over the scored tokens
     tokens: Float[Array, ""]  # number of scored tokens (targets that are not padding)
-    gradient_norm: Float[Array, ""]  # of the gradients of the mean loss, before clipping
+    gradient_norm: Float[Array, ""]  # norm of the mean loss's gradients, before clipping
     others: dict[str, Float[Array, ""]]  # further metrics of the task, by name
     # 1 if the step left the state unchanged, otherwise 0; None if steps are never skipped.
     skipped: Float[Array, ""] | None = None
@@ -60,8 +60,8 @@ def _loss_and_gradients(
         return microbatch_gradients(inputs)
 
     # Each group of devices adds up its own gradients. Otherwise XLA would add up the gradients of
-    # all groups, which may be in different slices, after each microbatch. A model state is learned
-    # from all rows at once, so models that have one do without groups.
+    # all groups, which may be in different slices, after each microbatch. Models with a model state
+    # do without groups, because the model state is learned from all rows at once.
     groups = 1 if jax.tree.leaves(inputs.model_state) else replicas.groups()
     group_gradients: Callable[..., Any] = microbatch_gradients
     if groups > 1:
@@ -71,7 +71,7 @@ def _loss_and_gradients(
     def split(x: Array) -> Array:
         # The shape [rows, ...] becomes [microbatches, rows of a microbatch, ...]. Microbatch i
         # consists of the rows i, i + count, ... A device has adjacent rows, so every device has
-        # rows of each microbatch. With groups, it becomes [microbatches, groups, rows, ...].
+        # rows of each microbatch. With groups, the result is [microbatches, groups, rows, ...].
         parts = jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
         return parts.reshape(count, groups, -1, *x.shape[1:]) if groups > 1 else parts
 
@@ -110,8 +110,8 @@ def _over_replicas(
 ) -> tuple[Aux, PyTree[Array]]:
     """Computes the loss and its gradients over the rows of all replicas.
 
-    A model state is learned from all rows at once, so the computation of models that have one is
-    distributed by the SPMD partitioner. `optimizer_shards` are specs of the gradients'
+    If the model has a model state, the SPMD partitioner distributes the computation, because the
+    model state is learned from all rows at once. `optimizer_shards` are specs of the gradients'
     shards; None if all replicas need all gradients.
     """
     if replicas.count() == 1 or jax.tree.leaves(inputs.model_state):
@@ -121,12 +121,12 @@ def _over_replicas(
                 "nothing without gradients; leave it out"
             )
         if optimizer_shards is not None:
-            # Each replica may hold only a shard of the parameters.
+            # The parameters are gathered, because each replica may hold only a shard of them.
             params = rules.replicated(params)
         return _loss_and_gradients(params, inputs, config)
 
-    # A replica has its own rows of the batch. All results but the new carry are summed over the
-    # replicas.
+    # A replica has its own rows of the batch. All results but the new carry are sums, or means of
+    # metrics, over the replicas.
     def summed_gradients(
         params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array
     ) -> tuple:
@@ -216,9 +216,10 @@ def train_step(
 def _unless_bad(
     before: TrainState, new: TrainState, metrics: StepMetrics, limit: Array | None
 ) -> tuple[TrainState, StepMetrics]:
-    """Returns the new state, or the old one with the new `step` if the step is bad; and metrics.
+    """Returns the train state and the metrics after a step, which is skipped if it is bad.
 
     A step is bad if its loss, gradients or new state are not finite, or its loss exceeds `limit`.
+    The returned state is `new`, or `before` with the new number of the step if the step is bad.
     """
     floats = [x for x in jax.tree.leaves(new) if jnp.issubdtype(x.dtype, jnp.inexact)]
     finite = [jnp.isfinite(x).all() for x in (metrics.nats, metrics.gradient_norm, *floats)]
@@ -239,9 +240,9 @@ _REMEDY = (
 class MetricAccumulator:
     """Totals of the metrics since the last report, and of the tokens since step 0.
 
-    The state is saved in checkpoints, so that a resumed run reports the same numbers; `saved` is
-    None at step 0. `spike_factor` is Training.spike_factor. `on_skip` is called with the number of
-    every step that left the train state unchanged, and why.
+    The totals are saved in checkpoints, so that a resumed run reports the same numbers. `saved` has
+    the saved totals; None at step 0. `spike_factor` is Training.spike_factor. `on_skip` is called
+    for every step that left the train state unchanged, with the step's number and the reason.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class MetricAccumulator:
     def add(self, step: int, metrics: StepMetrics) -> None:
         """Stores the metrics of a step without waiting for it, and adds those of the previous step.
 
-        It raises BadStep for the previous step; see `flush`.
+        If the previous step was bad, BadStep is raised (see `flush`).
         """
         self.flush()
         self._pending = step, metrics
@@ -278,8 +279,8 @@ class MetricAccumulator:
     def flush(self) -> None:
         """Waits for the step that `add` stored, and adds the step's metrics to the totals.
 
-        BadStep is raised if its loss or gradients were not finite, or its loss exceeded the limit.
-        If Training.on_bad_step is "skip", `on_skip` is called instead.
+        BadStep is raised if the step's loss or gradients were not finite, or if its loss exceeded
+        the limit. If Training.on_bad_step is "skip", `on_skip` is called instead.
         """
         if self._pending is None:
             return
@@ -320,7 +321,7 @@ class MetricAccumulator:
         return self._nats / max(self._tokens, 1.0) / math.log(2)
 
     def report(self) -> dict[str, float]:
-        """Returns the averages of the metrics since the last call, by tag, and resets them.
+        """Returns the averages of the metrics since the last call, by tag, and resets the totals.
 
         "data/tokens" is not an average, but the number of scored tokens since step 0.
         """

@@ -2,14 +2,14 @@
 
 Frozen parameters have no gradients and no optimizer state, and no step changes them.
 
-Patterns such as "*/cell/*" choose parameters, as in the module `fnmatch`. A parameter's
-path has the names on the way to the parameter in the tree of parameters, joined by "/".
+Patterns such as "*/cell/*" choose parameters by their paths, as in the module `fnmatch`. The path
+of a parameter consists of the names that lead to it in the tree of parameters, joined by "/".
 
 Low-rank adapters (LoRA, Hu et al. 2021) are trained instead of the kernels of a model. An adapter
 consists of two small matrices, A and B, whose product is added to a kernel. The matrices for the
 kernel `stack/window_0/tokens/keys` are the parameters `adapters/stack/window_0/tokens/keys/a` and
-`.../b`. The code of models knows nothing of adapters:
-`merge_into_kernels` adds the products to the kernels before the parameters are passed to a model.
+`.../b`. The code of models knows nothing of adapters: `merge_into_kernels` adds the products to the
+kernels before the parameters are passed to a model.
 """
 
 import zlib
@@ -51,7 +51,10 @@ def check_patterns(
 
 
 def _near(name: str, paths: Collection[str]) -> list[str]:
-    """Returns paths to suggest for `name`: those with the part that is most similar to it."""
+    """Returns the paths to suggest in place of `name`.
+
+    They contain the part most similar to `name`; a part is one or several adjacent names of a path.
+    """
     parts: dict[str, list[str]] = {}
     for path in paths:
         names = path.split("/")
@@ -115,7 +118,11 @@ def split_adapters(params: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _check_adapter(params: PyTree[nn.Partitioned], config: Config) -> None:
-    """Raises ConfigError if an adapted kernel is missing, trained whole, or of too low a rank."""
+    """Raises ConfigError if Adapter.kernels and Adapter.rank do not suit the model.
+
+    Every pattern must match kernels, and Training.trainable must not name the same kernels. The
+    rank must not exceed the number of rows or columns of these kernels.
+    """
     adapter, trainable = config.adapter, config.training.trainable
     kernels = _kernels(params)
     check_patterns("Adapter.kernels", adapter.kernels, kernels, "kernels of the model")

@@ -109,16 +109,17 @@ def monitored(workdir: Workdir, phases: PhaseTracker, seconds: int) -> Iterator[
 def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[None]:
     """Context in which a thread ends this process if the process makes no progress for too long.
 
-    Progress is a completed step, an evaluated batch, a sampled token or the beginning of a phase.
-    Phases without such signs (`WITHOUT_PROGRESS`) may take PATIENCE times as long. Time in
-    which the whole process is suspended (Ctrl-Z) does not count, unless it exceeds twice the limit.
-    Before the process ends with the exit code HUNG, the stacks of all Python threads are written to
-    stderr and to the file `stacks`.
+    `seconds` is the limit of the time without progress; 0 for no limit. Progress is a completed
+    step, an evaluated batch, a sampled token or the beginning of a phase. Phases without such signs
+    (`WITHOUT_PROGRESS`) may take PATIENCE times as long. Time in which the whole process is
+    suspended (Ctrl-Z) does not count, unless it exceeds twice the limit. Before the process ends
+    with the exit code HUNG, the stacks of all Python threads are written to stderr and to the file
+    `stacks`.
 
     A thread watches the progress, because the main thread may be stuck in C code. If the C code
     holds Python's global interpreter lock, no thread can run. In this case `faulthandler`, which
     needs no lock, writes the stacks to stderr after little more than twice the limit, and the exit
-    code is 1. `seconds` is the limit of the time without progress; 0 for no limit.
+    code is 1.
     """
     if not seconds:
         yield
@@ -180,7 +181,7 @@ def _published(stacks: Path) -> bool:
             storage.of(stacks).publish_file(stacks)
             done.set()
 
-    # The timer that ends the process is set again, because it did not allow for this work.
+    # The timer that ends the process starts again, because its time did not include this work.
     limit = _PUBLISHING_SECONDS + _GOODBYE_SECONDS + _SLACK
     faulthandler.dump_traceback_later(limit, exit=True, file=_STDERR)
     thread = threading.Thread(target=publish, name="stacks", daemon=True)

@@ -37,9 +37,12 @@ def explain_write_errors(
 ) -> Iterator[None]:
     """Context that turns an OSError into an error whose message names a path and a remedy.
 
-    It is a CheckpointError if the same command may succeed later (the storage fails, or the path
-    was `writable` before, so that permission may be restored), or if a run directory that `existed`
-    when the command began is gone; otherwise a ConfigError.
+    The error is a CheckpointError in these cases, and otherwise a ConfigError:
+
+    - The disk is full, or the storage fails.
+    - Permission is denied, although the path was writable before (`writable` is True).
+    - The path is gone, although the run directory existed when the command began (`existed` is
+      True).
     """
     try:
         yield
@@ -148,7 +151,7 @@ _LONGEST_HOLDER = 500  # At most this number of bytes are read from a lock file.
 
 
 class _In:
-    """A descriptor: the attribute of a `Workdir` that is the path of the file `name` in it."""
+    """A descriptor for `Workdir`: the attribute is the path of the file `name` in the directory."""
 
     def __init__(self, name: str):
         self._name = name
@@ -211,9 +214,9 @@ def create(path: Path) -> Workdir:
 def check_writable(directory: Path, *, below: Path | None = None) -> None:
     """Creates a directory, tests that it is writable, and removes abandoned partial files.
 
-    `below` is the run directory, which is not created, because it may have been moved since the run
-    began; no part of the path below it may be a link. None also creates the parents of `directory`,
-    and allows links.
+    `below` is the run directory. It is not created, because it may have been moved since the run
+    began, and no part of the path below it may be a link. If `below` is None, the parents of
+    `directory` are created, too, and links are allowed.
     """
     with explain_write_errors(directory, existed=below is not None):
         if below is None:
@@ -318,16 +321,16 @@ def write_json(path: Path, content: Any, *, below: Path | None = None) -> None:
 
 
 def write_text(path: Path, text: str, *, below: Path | None = None) -> None:
-    """Writes text in UTF-8; other bytes, of file names, become escapes. See `write_bytes`."""
+    """Writes text in UTF-8 (see `write_bytes`); other bytes of file names are escaped."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"), below=below)
 
 
 def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> None:
     """Writes a file atomically, so that no reader sees half of it.
 
-    No part of the path below the run directory `below` may be a link. None stands for the directory
-    of the file, so that only the file itself may not be a link. Errors are those of
-    `explain_write_errors` for a writable path.
+    No part of the path below the run directory `below` may be a link. If `below` is None, only the
+    file itself must not be a link. Errors are those of `explain_write_errors` for a path that was
+    writable before.
     """
     with explain_write_errors(path, existed=below is not None, writable=True):
         durable.write(path, content, below=below)

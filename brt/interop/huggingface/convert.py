@@ -71,7 +71,8 @@ def from_hf(
 
 def to_format(model: Pretrained, beside: Mapping[str, bytes]) -> ExportFormat:
     """Returns the content of a Hugging Face checkpoint of T5, LongT5, BART or RoBERTa for a model.
-    `beside` has the files of the checkpoint that the model was read from, whose settings are kept.
+    `beside` has the files of settings of the checkpoint that the model was read from, by name.
+    These settings are kept.
     """
     described = model.described
     settings = described.to_theirs()
@@ -98,7 +99,7 @@ def to_hf(
       source: the directory that the model comes from, for messages.
       verified: True compares the written model with the original; a difference raises
         CheckpointError.
-      dtype: that of the written weights, a key of `files.DTYPES`.
+      dtype: the dtype of the written weights, a key of `files.DTYPES`.
     """
     with files.new_directory(target) as directory:
         dtype_class = files.DTYPES[dtype]
@@ -119,7 +120,9 @@ def to_hf(
 
 
 def load_converted(source: Path) -> ExportFormat:
-    """Reads a model in Hugging Face's format, such as one by `from_hf`, for export by `to_hf`."""
+    """Reads a model in Hugging Face's format, for example one that `from_hf` wrote, and returns the
+    content of its export, which `to_hf` writes.
+    """
     content = to_format(pretrained.read(source)[0], originals.read(source / files.FILE))
     return content._replace(copy_tokenizer=partial(pretrained.copy_tokenizer, source))
 
@@ -127,10 +130,10 @@ def load_converted(source: Path) -> ExportFormat:
 def _compare(
     model: Pretrained, directory: Path, before: Mapping[str, np.ndarray]
 ) -> Generator[str, None, Pretrained]:
-    """Compares a model with the model that was written to a directory, and returns the latter.
+    """Compares a model with the model that was written to a directory, and returns the written one.
 
     Yields lines of a report. `before` has the arrays of the model, or of the checkpoint that it was
-    read from, by Hugging Face's names; those that the directory lacks are not compared.
+    read from, by Hugging Face's names. Arrays that the directory lacks are not compared.
     """
     reloaded, after, _ = pretrained.read(directory)
     both = {name: array for name, array in before.items() if name in after}
@@ -143,7 +146,9 @@ def _compare(
 
 
 def _compare_with_transformers(model: Pretrained, theirs: Path) -> str:
-    """Returns a line on how a model's logits differ from transformers' for directory `theirs`."""
+    """Compares the logits of a model with those that transformers computes with the checkpoint in
+    the directory `theirs`, and returns a line for the user.
+    """
     params, described = model
     x = described.inputs()
     output = verify.transformers_output(theirs, described.transformers_class, x)

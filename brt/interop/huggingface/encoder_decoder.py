@@ -42,7 +42,7 @@ SPECIAL = {
     "forced_eos": "forced_eos_token_id",
 }
 STATED = {*GENERATION, *SPECIAL.values()}  # Keys that brt applies, and that an export states.
-# These values of `early_stopping` have the names on the right in Decoding.early_stopping.
+# Maps transformers' values of `early_stopping` to values of Decoding.early_stopping.
 STOPPING: dict[Any, str] = {True: "yes", False: "heuristic", "never": "never"}
 _T5 = {
     "encoder_layers": "num_layers", "decoder_layers": "num_decoder_layers",
@@ -71,7 +71,7 @@ _BART_DEFAULTS = {
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
     "forced_eos_token_id": 2,
 }  # fmt: skip
-# Keys of config.json that brt reads, or that only repeat other keys, by family.
+# For each family, the keys of config.json that brt reads, or that only repeat other keys.
 _READ = {
     "t5": {
         *_T5.values(), *_LONG.values(), "feed_forward_proj", "encoder_attention_type",
@@ -99,8 +99,8 @@ _LONG_ATTENTION = {"sliding": "Local", "transient_global": "TransientGlobal"}
 
 
 class EncoderDecoder(NamedTuple):
-    """Everything that describes an encoder-decoder except its parameters, which are those of
-    `brt.models.seq2seq.Seq2Seq`. `brt.interop.huggingface.roberta.EncoderWithHead` has the same
+    """Everything that describes an encoder-decoder, except its parameters. The parameters are those
+    of `brt.models.seq2seq.Seq2Seq`. `brt.interop.huggingface.roberta.EncoderWithHead` has the same
     methods. In names of methods, `theirs` stands for Hugging Face.
 
     Attributes:
@@ -119,8 +119,8 @@ class EncoderDecoder(NamedTuple):
 
     @property
     def stated(self) -> Collection[str]:
-        """The keys of generation_config.json (of an encoder: config.json) that brt applies, and
-        that an export states.
+        """The keys of generation_config.json that brt applies, and that an export states. For an
+        encoder, these are keys of config.json.
         """
         return STATED
 
@@ -132,15 +132,16 @@ class EncoderDecoder(NamedTuple):
     def from_theirs(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any], names: Collection[str]
     ) -> "EncoderDecoder":
-        """Returns the description of a checkpoint from the content of config.json and of
-        generation_config.json, which may be empty, and from the names of the arrays.
+        """Returns the description of a checkpoint, given the content of its config.json, the
+        content of its generation_config.json ({} if it has none), and the names of its arrays.
         """
         kind = check_type(config)
         unread.check(config, cls.unread_keys(config))
         config = {**(_BART_DEFAULTS if kind == "bart" else _T5_DEFAULTS), **config}
         fields = _bart_fields(config) if kind == "bart" else _t5_fields(config)
         scaled = kind != "bart" and _scales_logits(config)
-        # config.json does not say whether logits are computed with the embedding.
+        # The names of arrays say whether logits are computed with the embedding; config.json does
+        # not.
         logits: Any = ("own" if "lm_head.weight" in names else "tied") + "_scaled" * scaled
         saved = config.get(CROSS_KEY, {})
         cross = config_from_json({"CrossAttention": saved}).cross_attention
@@ -216,15 +217,15 @@ class EncoderDecoder(NamedTuple):
         return {"config.json": config, "generation_config.json": generation}
 
     def parameter_names(self) -> dict[str, str]:
-        """Returns Hugging Face's name of each parameter by brt's name; {i} stands for the index of
-        a layer. The table may have names of parameters that the model does not have.
+        """Returns a table from brt's names of parameters to Hugging Face's names, in which {i}
+        stands for the index of a layer. The table may have parameters that the model lacks.
         """
         return _bart_names() if self.model.family == "bart" else _t5_names(self.model)
 
     def may_lack(self, ours: str) -> bool:
         """Returns True if a checkpoint may lack the parameter, which is then initialised."""
-        # transformers has no other kind of cross-attention, and its class BartModel has no bias of
-        # logits.
+        # transformers has only full cross-attention, so checkpoints lack the parameters of other
+        # kinds. Its class BartModel has no bias of logits.
         of_cross = ours.startswith("decoder/layers/cross_attn/")
         return ours == "logits_bias" or (
             of_cross and not re.search("cross_attn/[qkvo]/(kernel|bias)$", ours)
@@ -266,8 +267,8 @@ class EncoderDecoder(NamedTuple):
         }
 
     def logits(self, params: Mapping[str, Any], x: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Returns the float32 logits [2, T, V] that brt computes for `inputs`, by exact attention;
-        V is the size of the vocabulary.
+        """Returns the float32 logits [2, T, V] that brt computes for `inputs`, where T is the
+        number of target tokens and V the size of the vocabulary. Attention is exact.
         """
         network, mask = self._network(), jnp.asarray(x["attention_mask"])
         encoded = seq2seq.encode(network, params, jnp.asarray(x["input_ids"]), mask)
@@ -294,7 +295,7 @@ class EncoderDecoder(NamedTuple):
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Returns what transformers will compute otherwise than brt."""
+        """Returns lines for the user about what transformers computes differently from brt."""
         kind = self.cross.kind
         note = (
             "transformers will read the source by full attention, not as "

@@ -1,5 +1,5 @@
-"""What the conversions of T5, BART, RoBERTa and decoders have in common: entries of config.json
-that are one setting in brt, and modules that are one module in brt.
+"""What the conversions of T5, BART, RoBERTa and decoders have in common: the conversion of those
+entries of config.json and those modules that correspond to exactly one setting or module of brt.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias":
 
 
 def array_names(modules: Mapping[str, str]) -> dict[str, str]:
-    """Returns Hugging Face's names of the arrays of modules by brt's names; `modules` has Hugging
-    Face's name of each module by brt's name.
+    """Returns a table from brt's names of parameters to Hugging Face's names of their arrays.
+    `modules` is a table from brt's names of the modules to Hugging Face's names.
     """
     return {
         f"{ours}/{leaf}": f"{theirs}.{suffix}"
@@ -25,8 +25,9 @@ def array_names(modules: Mapping[str, str]) -> dict[str, str]:
 def convert_fields(
     table: Mapping[str, str], config: Mapping[str, Any], section: str = ""
 ) -> dict[str, Any]:
-    """Returns settings with values from the content of config.json. `table` has the key of each
-    setting by brt's name, such as "Model.layers" or, with the `section` "Model.", "layers".
+    """Returns settings with values from the content of config.json. `table` maps brt's name of each
+    setting to its key in config.json. An example of a name is "Model.layers", or only "layers" if
+    `section` is "Model.".
     """
     values = {}
     for ours, theirs in table.items():

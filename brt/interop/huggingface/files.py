@@ -1,7 +1,7 @@
 """Reads and writes the files of a Hugging Face checkpoint (safetensors and JSON) without torch.
 
-The arrays of a large checkpoint are divided among several safetensors files, the shards, and a JSON
-file, the index, has the name of each array's shard.
+The arrays of a large checkpoint are divided among several safetensors files, which are called
+shards. A JSON file, which is called the index, then has the name of each array's shard.
 """
 
 import json
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # Importing ml_dtypes registers bfloat16 with NumPy, which safetensors needs.
+import ml_dtypes  # safetensors needs bfloat16 in NumPy, which this import registers.
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -21,16 +21,16 @@ from brt.errors import CheckpointError, ConfigError
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_READ = {  # dtypes, as safetensors names them
+_READ = {  # the dtypes that are read, as safetensors names them
     "F64",
     "F32",
     "F16",
     "BF16",
     *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)),
 }
-_HEADER = 8 << 20  # The header of a file that is read has at most this many bytes.
+_HEADER = 8 << 20  # A file whose header has more bytes is refused.
 SHARD_BYTES = 5 * 10**9
-# Weights can be written in these dtypes, which have these names in config.json.
+# The dtypes in which weights can be written, by their names in config.json.
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -49,10 +49,11 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Returns the names of the files of weights that are read; [] if there are no safetensors.
+    """Returns the names of the files from which the weights are read, including an index if it is
+    used; [] if there are no safetensors.
 
-    If a directory has both a single file and an index, the single file is read, as transformers
-    does.
+    If a directory has both a single file and an index, only the single file is read, as
+    transformers does.
     """
     if (directory / FILE).is_file():
         return [FILE]
@@ -60,8 +61,8 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def check_is_model(directory: Path) -> None:
-    """Raises CheckpointError if a directory has no model, but subdirectories have, such as those
-    called `checkpoint-500` and so on, which transformers' Trainer writes.
+    """Raises CheckpointError if a directory is not a model, but has subdirectories that are models.
+    For example, transformers' Trainer writes subdirectories with names such as `checkpoint-500`.
     """
     if (directory / "config.json").is_file():
         return
@@ -115,8 +116,9 @@ def write_tensors(
     shard_bytes: int = SHARD_BYTES,
     single: str = FILE,
 ) -> None:
-    """Writes arrays as safetensors: one file, called `single`, if the arrays fit into `shard_bytes`
-    bytes, otherwise several files with an index. A larger array gets a file of its own.
+    """Writes arrays as safetensors. If the arrays have at most `shard_bytes` bytes, they are
+    written to one file, called `single`, otherwise to several files with an index. An array of more
+    than `shard_bytes` bytes gets a file of its own.
     """
     shards: list[dict[str, np.ndarray]] = [{}]
     for name, array in tensors.items():

@@ -8,22 +8,25 @@ from brt.errors import ConfigError
 from brt.storage import hub
 
 _NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w./-]*))?")
-# Weights, config and tokenizer. Other files of a repository may be other formats of the weights.
+# The files of weights, config and tokenizer. Other files of a repository are not fetched, because
+# they may be the same weights in other formats.
 _FILES = "model*.safetensors", "adapter_model.safetensors", "*.json", "*.model"
 
 
 def directory(name: str, on_hub: bool = True) -> Path:
     """Returns the local directory of a model, given its path, address in a bucket or hub name.
 
-    The hub is not asked if `on_hub` is False, or if OWNER is a local directory, because the name is
-    then probably a misspelled path.
+    The hub is not asked if `on_hub` is False. Nor is it asked if OWNER is a local directory,
+    because `name` is then probably a misspelled path.
 
     Raises:
-      ConfigError: there is no such model or revision, it cannot be fetched or has no safetensors.
+      ConfigError: there is no such model or revision, or the model cannot be fetched, or it has no
+        safetensors.
     """
     if not on_hub or not (repository := repository_of(name)):
         path = Path(storage.local(name))
-        # Models are copied, but not run directories, and not directories of several runs.
+        # The directory of a model is copied from a bucket. The directory of a run, which has
+        # checkpoints, and a directory of several runs are not copied.
         if any((path / config).is_file() for config in ("config.json", "adapter_config.json")):
             if not (path / "checkpoints").is_dir():
                 storage.of(path).fetch(path)
@@ -40,6 +43,6 @@ def directory(name: str, on_hub: bool = True) -> Path:
 
 
 def repository_of(name: str) -> str:
-    """Returns the OWNER/NAME of a model of the hub; "" if the name is that of a path."""
+    """Returns OWNER/NAME if `name` is that of a model on the hub; "" if it looks like a path."""
     path, match = Path(name), _NAME.fullmatch(name)
     return "" if match is None or path.exists() or path.parent.is_dir() else match[1]

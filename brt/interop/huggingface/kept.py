@@ -34,7 +34,8 @@ _SAME_DECODER = (
 # The exported byte tokenizer has this name for BOS. The id of BOS is 0, the byte NUL, which never
 # occurs in a text.
 _BYTES_BOS = "<|bos|>"
-# BrtForCausalLM stops with an error if generation_config.json has these keys, or ignores them.
+# If generation_config.json has one of these keys, BrtForCausalLM either stops with an error or
+# ignores the key.
 _UNKNOWN_TO_BRT = (
     "guidance_scale", "output_attentions", "prefill_chunk_size", "prompt_lookup_num_tokens",
     "speculation_type", "use_mtp",
@@ -66,7 +67,7 @@ def with_settings(
 
 def write(file: tuple[str, bytes], beside: Mapping[str, bytes], target: Path) -> list[str]:
     """Writes the file of a tokenizer (name and content) and the original files `beside` it, except
-    for those of the model, and returns their names.
+    for config.json and generation_config.json. Returns the names of the written files.
     """
     found = {name: data for name, data in beside.items() if name not in originals.MODEL}
     found = dict([file]) | found
@@ -121,7 +122,8 @@ def with_decoder_settings(
     elif other_bos:
         original_ids["bos_token_id"] = None
     if original.rotary == model.rotary and ours["model_type"] == theirs["model_type"]:
-        # The original names the scaling of rotary positions; `ours` has only its numbers.
+        # The original config.json names the kind of scaling of rotary positions, whereas `ours` has
+        # only the numbers that follow from it.
         ours = {name: value for name, value in ours.items() if name not in rotary.KEYS}
         unread |= {name: theirs[name] for name in rotary.KEYS if name in theirs}
     # The original ids of BOS and EOS replace those of the export, unless they are in `changes`.
@@ -162,9 +164,10 @@ def write_tokenizer(tokenizer: Tokenizer, target: Path, *, own_code: bool) -> li
 
 
 def _write_own_tokenizer(tokenizer: Tokenizer, target: Path) -> list[str]:
-    # The exported tokenizer names BOS (beginning of sequence), but does not put it before a text:
-    # the exported model reads it there, and lm-evaluation-harness, which puts BOS before a text
-    # itself, would otherwise count it as a token of the text.
+    # The exported tokenizer names BOS (beginning of sequence), but does not put it before a text,
+    # for two reasons. The exported model itself begins every text with BOS. And
+    # lm-evaluation-harness puts BOS before a text, too, and would count a BOS of the tokenizer as a
+    # token of the text.
     if tokenizer.name == ByteTokenizer.name:
         return _write_json(target, byte_tokenizer(), _BYTES_BOS)
     path, content = Path(tokenizer.file[0]), tokenizer.file[1]

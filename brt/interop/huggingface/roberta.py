@@ -77,14 +77,15 @@ _HEAD_MODULES: dict[Task, dict[str, str]] = {
 
 
 class EncoderWithHead(NamedTuple):
-    """Everything that describes an encoder with a head except its parameters, which are those of
-    `brt.models.encoder.EncoderWithHead`. The methods are those of
-    `brt.interop.huggingface.encoder_decoder.EncoderDecoder`.
+    """Everything that describes an encoder with a head, except its parameters. The parameters are
+    those of `brt.models.encoder.EncoderWithHead`. The docstrings of
+    `brt.interop.huggingface.encoder_decoder.EncoderDecoder` explain the methods.
 
     Attributes:
       task: the task of the head.
       kept: the ids of special tokens and the names of classes, as entries of Hugging Face's
-        config.json. brt uses only the id of padding, and an export writes them again.
+        config.json. Of these entries, brt uses only the id of padding. An export writes all of
+        them again.
     """
 
     model: Encoder
@@ -181,7 +182,7 @@ class EncoderWithHead(NamedTuple):
         return {"config.json": described}
 
     def _labels(self) -> dict[str, Any]:
-        # From the names of classes, transformers infers the number of classes.
+        # transformers infers the number of classes from the names of the classes.
         if self.task not in ("classification", "regression") or "id2label" in self.kept:
             return {}
         names = [f"LABEL_{i}" for i in range(self.model.classes)]
@@ -204,7 +205,8 @@ class EncoderWithHead(NamedTuple):
         return nn.meta.unbox(encoder.init(self._network(), jax.random.key(0)))
 
     def with_copies(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        # RoBERTa has at least one token type.
+        # RoBERTa has at least one token type. If brt's model has none, an embedding of zeros is
+        # exported for one type.
         return {_TYPES: np.zeros((1, self.model.model_dim), np.float32), **arrays}
 
     def extend_positions(self, params: Any, length: int, method: str) -> dict[str, Any]:
@@ -222,15 +224,16 @@ class EncoderWithHead(NamedTuple):
         lengths = np.array([longest, max(longest // 2, 1)])
         valid = np.arange(longest)[None] < lengths[:, None]
         tokens = rng.integers(model.vocab_size - 1, size=valid.shape)
-        # The padding id must not occur among the tokens, because transformers gives padding no
-        # position. Therefore this id and all higher ids are raised by one.
+        # transformers gives padding no position, so the padding id must not occur among the random
+        # tokens. Therefore tokens that are equal to this id or greater are raised by one.
         tokens += tokens >= pad
         ids = np.where(valid, tokens, pad).astype(np.int32)
         return {"input_ids": ids, "attention_mask": valid}
 
     def logits(self, params: Mapping[str, Any], x: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The logits are [2, T, V] for a masked language model with V tokens in the vocabulary, [2,
-        classes] for a classifier, and [2, T, 2] for starts and ends of spans; 0 for padding.
+        """Returns the logits for the two texts `x`, which have T tokens with padding: [2, T, V] for
+        a masked language model with V tokens in the vocabulary, [2, classes] for a classifier, and
+        [2, T, 2] for starts and ends of spans. Logits of padding are 0.
         """
         tokens, valid = jnp.asarray(x["input_ids"]), jnp.asarray(x["attention_mask"])
         outputs = self._network().apply({"params": params}, tokens, valid, jax.random.key(0))

@@ -1,12 +1,13 @@
 """Finds what brt does not read of a directory in Hugging Face's format: keys that must be refused,
-and keys and files that are neither used nor kept, for notes to the user.
+and other keys and files, which notes to the user mention.
 
 The function that a model computes is defined by the class of transformers for its model_type. brt
-converts all keys of the class that matter. Any other key is either a remark (a name, a version, a
-setting of training, of generation, or of how something is computed), which is ignored, or a sign
-that the architecture differs from that of the class, such as `residual_multiplier`. A key belongs
-to the second kind if its name names a part of a network and its value asks for the part. Such a key
-is refused with the name of the part.
+converts all keys of the class that matter. Any other key is of one of two kinds:
+- a remark: a name, a version, or a setting of training, of generation, or of how something is
+  computed. It is ignored.
+- a sign that the architecture differs from that of the class, such as `residual_multiplier`. The
+  name of such a key contains a word for a part of a network, and its value asks for the part. The
+  key is refused, and the error says which part it asks for.
 """
 
 import re
@@ -19,7 +20,8 @@ from brt.errors import CheckpointError
 from brt.formatting import listed
 from brt.interop.huggingface import files
 
-# Words of names that say how something is computed, trained or written, but not what.
+# A key with one of these words says how something is computed, trained or written, and not what is
+# computed.
 _REMARK = re.compile(
     r"^_|dropout|_pdrop|layerdrop|init|implementation|checkpointing|flash|fused|kernel|backend|"
     r"cache|dtype|version|loss|output_|token|label|train|(^|_)ids?$|problem|task|seed|prun|torch|"
@@ -79,7 +81,9 @@ def check(config: Mapping[str, Any], keys: Collection[str]) -> None:
 
 
 def foreign_parts(config: Mapping[str, Any]) -> str:
-    """Returns the parts that config.json needs and no model of brt has, with keys; "" for none."""
+    """Returns the parts, each with its key, that config.json asks for but no model of brt has, as
+    one text; "" for none.
+    """
     keys: dict[str, str] = {}
     for name, value in config.items():
         if (part := _part(name, value)) in _FOREIGN:
@@ -88,8 +92,8 @@ def foreign_parts(config: Mapping[str, Any]) -> str:
 
 
 def unknown(config: Mapping[str, Any], keys: Collection[str]) -> list[str]:
-    """Returns the `keys` of a config.json that are not known to be mere remarks. brt ignores them,
-    and the user should know that.
+    """Returns those of the `keys` of a config.json that are not known to be mere remarks. brt
+    ignores these keys, and the user should know that.
     """
     return [
         name
@@ -116,8 +120,9 @@ def notes(
     Args:
       directory: the directory.
       keys: the keys of config.json that nothing has read. They are kept.
-      applied: the keys of generation_config.json that brt applies. The others are kept.
-      used: the files that are kept or read, except for the weights and the two files of settings.
+      applied: the keys of generation_config.json that brt applies. The other keys are only kept.
+      used: the names of the files that are kept or read, besides the weights, config.json and
+        generation_config.json.
     """
     described, generation = (files.read_json_if_any(directory / name) for name in originals.MODEL)
     ignored = unknown(described, keys)
@@ -136,8 +141,8 @@ def notes(
 
 
 def notes_of_files(directory: Path, used: Collection[str]) -> list[str]:
-    """Returns notes about the files of a directory that are neither weights nor among those `used`,
-    that is, kept or read.
+    """Returns notes about the files of a directory that are neither weights nor in `used`, which
+    has the names of the files that are kept or read.
     """
     known = {*used, *files.weight_files(directory), *(name.split("/")[0] for name in used)}
     found = (path.name + "/" * path.is_dir() for path in directory.iterdir())

@@ -21,8 +21,9 @@ def transformers_output(
     directory: Path, kind: str, x: Mapping[str, np.ndarray], *, adapter: Path | None = None,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Returns what transformers computes for the inputs `x` with the checkpoint in a directory;
-    None if torch, transformers or, for an adapter, PEFT is not installed.
+    """Returns what transformers computes for the inputs `x` with the checkpoint in a directory.
+    Returns None if torch or transformers is not installed, or if there is an adapter and PEFT is
+    not installed.
 
     No code in the directory is run, and nothing is unpickled.
 
@@ -49,8 +50,8 @@ def transformers_output(
 def compare_arrays(
     before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]
 ) -> Generator[str, None, float]:
-    """Compares every array of `before` with the array of the same name in `after`, which may be
-    rounded to another dtype.
+    """Compares every array of `before` with the array of the same name in `after`. The arrays in
+    `after` may be rounded to another dtype.
 
     Yields a text for the user: a line for each array that changed, and the number of unchanged
     arrays. Returns the relative rounding error of the arrays in `after`, a value of `ROUNDING`.
@@ -105,7 +106,7 @@ def check_logits(actual: np.ndarray, expected: np.ndarray, name: str, rounding: 
 
 
 def allowed(expected: np.ndarray, rounding: float) -> float:
-    """Returns the largest absolute difference from the logits `expected` that rounding can explain;
-    `rounding` is that of the weights, a value of `ROUNDING`.
+    """Returns the largest absolute difference from the logits `expected` that rounding can explain.
+    `rounding` is the relative rounding error of the weights, a value of `ROUNDING`.
     """
     return (LOGIT_TOLERANCE + 32 * rounding) * max(float(np.abs(expected).max()), 1.0)

@@ -23,12 +23,12 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Place(NamedTuple):
-    """Where a checkpoint has a parameter of brt.
+    """The place of one parameter of brt in a checkpoint: the arrays that have its values.
 
     Attributes:
       leaf: the shape and dtype of the parameter.
-      names: Hugging Face's names of the arrays: one, or one for each layer of a stack; none if
-        Hugging Face's models have no such parameter.
+      names: Hugging Face's names of the arrays. There is one array or, if the parameter is a stack,
+        one for each layer (and expert); none if Hugging Face's models have no such parameter.
       shape: the shape of each array.
       matrix: True if each array is a matrix [out, in], and the parameter has the axes [*in, *out].
     """
@@ -40,8 +40,8 @@ class Place(NamedTuple):
 
 
 def kernels(leaf: jax.ShapeDtypeStruct, names: list[str], inputs: int, stacked: bool) -> Place:
-    """Returns the place of a kernel whose first `inputs` axes are those of its inputs; if
-    `stacked`, of a stack of such kernels.
+    """Returns the place of a kernel whose first `inputs` axes are those of its inputs. If `stacked`
+    is True, `leaf` is a stack of such kernels, with the axis of layers before these axes.
     """
     shape = leaf.shape[1:] if stacked else leaf.shape
     sizes = math.prod(shape[inputs:]), math.prod(shape[:inputs])
@@ -56,10 +56,12 @@ def shapes(initial: Callable[[], Any]) -> dict[str, jax.ShapeDtypeStruct]:
 def import_arrays(
     arrays: Arrays, places: Mapping[str, Place], optional: Collection[str] = ()
 ) -> tuple[dict[str, jax.Array], dict[str, np.ndarray]]:
-    """Returns float32 parameters from the arrays of a checkpoint, and the arrays that are left.
+    """Returns float32 parameters made of the arrays of a checkpoint, and the arrays that belong to
+    no parameter.
 
     `optional` names parameters that the result lacks if the checkpoint lacks their arrays.
-    Raises CheckpointError if another array is missing, or if an array has another shape.
+    Raises CheckpointError if an array of any other parameter is missing, or if an array does not
+    have the shape that its place requires.
     """
     unused, params, missing = dict(arrays), dict[str, jax.Array](), []
     for ours, place in places.items():

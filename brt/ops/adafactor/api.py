@@ -49,5 +49,5 @@ def has_kernel(
     moments: Moments,
     implementation: str | None = None,
 ) -> bool:
-    """Returns True if `adafactor` selects another implementation than "xla", that of optax."""
+    """Returns True if `adafactor` selects another implementation than "xla", which uses optax."""
     return dispatch.choice(OP, implementation, gradient, parameter, moments) != "xla"

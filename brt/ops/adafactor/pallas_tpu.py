@@ -6,12 +6,14 @@ A step of the grid is a tile of R rows in one phase of one layer. The phases of 
     1  sums of the squared updates, for which the second moments of all rows and columns are needed
     2  new momentum and parameters, for which the root mean squares of the whole layer are needed
 
-If a layer is resident, phases 0 and 1 copy its gradients, parameters and momentum to scratch
-memory, and each array is read from HBM once. Otherwise gradients are read in all phases, and
-parameters in phases 0 and 2.
+A layer is resident if its gradients, parameters and momentum fit into on-chip memory (VMEM). Phases
+0 and 1 then copy these arrays to scratch memory, and each array is read from HBM once. If a layer
+is not resident, gradients are read in all phases, and parameters in phases 0 and 2.
 
-A layer is a matrix of the stack. In shapes, A is the number of its rows, B of its columns, C of the
-columns of a chunk (`Tiles.chunk`), and T of its tiles, so that A = T R.
+A layer is a matrix of the stack. In shapes, L is the number of layers, A the number of a layer's
+rows, B the number of its columns, T the number of its tiles (A = T R), and C the number of columns
+of a chunk (`Tiles.chunk`). If the columns are split into heads, H is the number of heads, and K the
+number of columns of a head.
 """
 
 import functools
@@ -30,8 +32,9 @@ from brt.ops.tpu import LANES, VMEM_BYTES, vmem_budget, vmem_refusal
 SUMS, NORM, UPDATE = range(3)  # The phases.
 _SUBLANES = 8
 _CHUNK = 16 * _SUBLANES * LANES  # The kernel computes at most this many numbers at a time.
-_MOST_ROWS = 128  # of a tile
-# The largest and the smallest tile, in bytes. Smaller tiles take less time than a step's start.
+_MOST_ROWS = 128  # A tile has at most this many rows.
+# The largest and the smallest size of a tile, in bytes. A smaller tile would take less time than
+# the start of a grid step.
 _LARGEST, _SMALLEST = 2**20, 2**17
 
 
@@ -57,7 +60,7 @@ class Tiles(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """The number of columns computed at a time: a multiple of 128, or those of a head."""
+        """The number of columns computed at a time: K with heads, else a multiple of 128."""
         if self.heads > 1:
             return self.columns // self.heads
         blocks, limit = self.columns // LANES, max(1, _CHUNK // (self.tile * LANES))
@@ -124,7 +127,7 @@ def adafactor(
     *whole, of_layer = (
         pl.BlockSpec((None, *x.shape[1:]), lambda layer, *_: (layer, 0, 0)) for x in results[2:]
     )
-    # Reads and writes of arrays as large as the parameter.
+    # The number of reads and writes of arrays that are as large as the parameter.
     passes = 5 if tiles.resident else 8
     new, momentum, *after = pl.pallas_call(
         functools.partial(kernel, tiles=tiles, factor=factor),
@@ -174,9 +177,10 @@ def _input_specs(tiles: Tiles, width: int) -> list[pl.BlockSpec]:
 def _spec(tiles: Tiles, width: int, *phases: int) -> pl.BlockSpec:
     """Returns the block spec of an array whose tiles are used only in `phases`.
 
-    In the other phases, the spec names the tile with which the next of these phases begins, or the
-    last tile if there is none, so that no tile is read or written in vain. `width` is the number of
-    columns of the array: B, or K if the array is stored as [A H, K]; a tile then has R H rows.
+    In each of the other phases, the spec names a single tile, so that no tile is read or written in
+    vain. This is the tile with which the next of `phases` begins, or the last tile if there is no
+    next one. `width` is the number of columns of the array. It is B, or K if the array is stored as
+    [A H, K]; in the latter case, a tile has R H rows.
     """
     rows = tiles.tile * tiles.columns // width
 
@@ -199,15 +203,18 @@ def _scratch(tiles: Tiles) -> list[Any]:
 class Scratch(NamedTuple):
     """Memory that lasts through the phases of a layer."""
 
-    # [T, R], sums of squared gradients, and then factors of the update.
+    # [T, R]: in phase 0 each row's sum of squared gradients, and then the factor of each row. The
+    # gradient is multiplied by the factors of rows and columns to get the update.
     row_factors: Any
-    # [1, B], factors of the update.
+    # [1, B]: the factor of each column.
     column_factors: Any
-    # The next three are [8, B]: partial sums of squares over rows.
+    # The next three are [8, B]: partial sums over rows of the squares of gradients, of parameters
+    # and of updates.
     column_sums: Any
     parameter_sums: Any
     update_sums: Any
-    # The next three are [T, R, B]: the layer if it is resident, else None.
+    # The next three are [T, R, B]: the layer's gradient, parameter and momentum if the layer is
+    # resident, else None.
     gradient: Any = None
     parameter: Any = None
     momentum: Any = None
@@ -221,11 +228,12 @@ def kernel(
     """Computes one tile in one phase; `scratch` has the arrays of `Scratch`.
 
     Args:
-      scalars: [L, 3], decay of the second moments, learning rate, and factor of the gradients, of
-        each layer.
+      scalars: [L, 3]: for each layer, the decay of the second moments, the learning rate, and the
+        factor of the gradients.
       gradient, parameter: a tile [R, B], or [R H, K] with heads.
       momentum: a tile [R, B].
-      rows, columns: the layer's means of squared gradients of each row [T, R] and column [1, B].
+      rows, columns: the layer's moving averages of squared gradients, as in `Moments`: those of the
+        rows [T, R], and those of the columns [1, B].
       squares: [1, 128], an output: the sum of the layer's squared gradients, 128 times.
       factor: as in `api.adafactor`.
     """
@@ -260,7 +268,10 @@ def kernel(
 def _add_squares(
     gradient: Any, parameter: Any, held: Scratch, scale: Array, tile: Array, tiles: Tiles
 ) -> None:
-    """Adds squared gradients and parameters to sums; keeps the tile of a resident layer."""
+    """Adds the squares of a tile's gradients and parameters to the sums in `held`.
+
+    If the layer is resident, the tile is also kept in `held`.
+    """
 
     @pl.when(tile == 0)
     def _start() -> None:
@@ -284,9 +295,7 @@ def _new_moments(
     rows: Any, columns: Any, new_rows: Any, new_columns: Any, held: Scratch, decay: Array,
     tiles: Tiles,
 ) -> None:  # fmt: skip
-    """Computes the second moments of a layer, and the factors of rows and columns, by which the
-    gradient is multiplied to get the update.
-    """
+    """Computes the second moments of a layer and the factors of its rows and columns."""
     of_row = held.row_factors[...] / tiles.columns + EPSILON
     of_column = jnp.sum(held.column_sums[...], axis=0, keepdims=True) / tiles.rows + EPSILON
     of_row = decay * rows[...] + (1 - decay) * of_row
@@ -304,7 +313,11 @@ def _new_moments(
 def _add_squared_updates(
     gradient: Any, momentum: Any, held: Scratch, scale: Array, tile: Array, tiles: Tiles
 ) -> None:
-    """Adds squared updates, without column factors, to sums; keeps momentum of a resident layer."""
+    """Adds the squares of the updates of a tile to `held.update_sums`.
+
+    These updates are not yet multiplied by the factors of columns. If the layer is resident, the
+    tile's momentum is also kept in `held.momentum`.
+    """
     factor = _row_factors(held, tile, tiles)
     for at in _chunks(tiles):
         update = _gradient(gradient, held, scale, tile, at, tiles) * factor
@@ -314,8 +327,9 @@ def _add_squared_updates(
 
 
 def _scale_factors(held: Scratch, rate: Array, tiles: Tiles) -> None:
-    """Multiplies the factors of columns by the scale of the update, which depends on the root mean
-    squares of the update and of the parameter.
+    """Multiplies the factors of columns by the scale of the update.
+
+    The scale depends on the root mean squares of the update and of the parameter.
     """
     size, factors = tiles.rows * tiles.columns, held.column_factors[...]
     norm = jnp.sqrt(jnp.sum(held.update_sums[...] * (factors * factors), keepdims=True) / size)
@@ -365,5 +379,8 @@ def _row_factors(held: Scratch, tile: Array, tiles: Tiles) -> Float[Array, "R 1"
 
 
 def _over_registers(x: Float[Array, "R C"]) -> Float[Array, "8 C"]:
-    """Returns sums of rows with the same index modulo 8, which add up whole vector registers."""
+    """Returns the sums over rows whose indices are equal modulo 8.
+
+    Such sums add whole vector registers of 8 rows.
+    """
     return jnp.sum(x.reshape(-1, _SUBLANES, x.shape[1]), axis=0)

@@ -1,1 +1,1 @@
-"""The attention kernels: one body for each pass and backend, for all kinds of attention."""
+"""The attention kernels for TPUs and GPUs, which all kinds of attention share."""

@@ -1,17 +1,20 @@
 """Attention on Hopper GPUs as Pallas kernels for the Mosaic GPU backend.
 
 Each query sees a span of consecutive keys, from a first key up to an end. A mask can hide further
-keys. XLA computes from the spans which tiles of keys a tile of queries visits, and the reverse.
+keys. XLA computes from the spans which tiles of keys a tile of queries visits, and which tiles of
+queries visit a tile of keys.
 
 The forward kernel has one program for each row of the batch, head and tile of queries. The program
-loops over the tiles of keys that it visits with a running softmax. The tensor memory accelerator
-(TMA) copies tiles of keys, values and bias to shared memory. If the bias depends on the distance
-only, the biases of all distances between tiles are stored side by side as one strip per head.
+has a running softmax and loops over the tiles of keys that its queries see. The tensor memory
+accelerator (TMA) copies tiles of keys, values and bias to shared memory. If the bias depends only
+on the distance, there is one tile of the bias for each distance between a tile of queries and a
+tile of keys. These tiles are stored side by side as one strip per head.
 
-The backward pass recomputes the weights from the log-sum-exp, in three kernels. A program computes
-the gradient of a tile of queries; the gradients of a tile of keys and values; or the gradient of a
-tile of the bias, summed over the pairs of tiles that read it. No sum needs atomic additions, so
-results are bitwise reproducible. `gpu_inputs` says what letters in shapes mean.
+The backward pass recomputes the weights from the log-sum-exp, in three kernels. A program of the
+first kernel computes the gradient of a tile of queries, a program of the second the gradients of a
+tile of keys and values. A program of the third computes the gradient of a tile of the bias, a sum
+over the pairs of tiles that read it. No sum needs atomic additions, so results are bitwise
+reproducible. `gpu_inputs` says what letters in shapes mean.
 """
 
 import functools
@@ -39,10 +42,10 @@ _DTYPES = ("bfloat16", "float16")
 # or other matrix units, so the kernels refuse them.
 _CAPABILITY = "9.0"
 # A multiprocessor has _SHARED bytes of shared memory. Besides its buffers, a program takes _BESIDES
-# bytes for barriers and what the GPU reserves. A buffer begins at a multiple of _ALIGNMENT bytes.
+# bytes for barriers and for the GPU's own use. A buffer begins at a multiple of _ALIGNMENT bytes.
 _SHARED, _BESIDES, _ALIGNMENT = 233472, 1280, 1024
-# If the bias depends on the distance, a program of the kernel for its gradient sums over at most
-# this many query tiles, so that several programs share the work of a long segment.
+# If the bias depends on the distance, a program that computes the gradient of the bias sums over at
+# most this many query tiles. Several programs then share the work of a long segment.
 _MOST_TILES_PER_PROGRAM = 32
 
 
@@ -63,8 +66,8 @@ def refusal(x: Array, queries: int, keys: int) -> str | None:
     try:
         _modules()
     except ImportError as error:
-        # If a module of brt is missing, this is a bug, not a version of jax without Mosaic GPU, so
-        # the error must not be hidden.
+        # If the missing module belongs to brt, the cause is a bug and not a version of jax without
+        # Mosaic GPU, so the error is raised again.
         if (error.name or "").startswith("brt"):
             raise
         return f"needs Pallas' Mosaic GPU backend of jax 0.10, and here: {error}"
@@ -99,15 +102,15 @@ def attend(
 
     Args:
       spans: the first key that each query sees, and the key after the last one.
-      cached: keys and values before `keys` and `values`.
-      scale: if it is given, queries and keys are normalized, and queries multiplied by it.
-      whole_tiles: True if the spans need not be applied to logits, because they consist of whole
-        tiles, or because the bias or the mask hides the other keys.
+      cached: the C keys and values that precede `keys` and `values`.
+      scale: if given, queries and keys are scaled to norm 1, and queries then multiplied by it.
+      whole_tiles: True if the spans need not be applied to single logits, because the spans consist
+        of whole tiles, or because the bias or the mask hides all keys outside of the spans.
       bias, factors, draws: see `KernelInputs`.
-      by_distance: True if the bias is a strip of tiles by distance.
+      by_distance: True if the bias is a strip with one tile for each distance between tiles.
       learned: True if the bias has a gradient.
       mask: True where a query sees a key of its span.
-      rate: the rate of dropout for `draws`.
+      rate: the rate of the dropout that is hashed from `draws`.
       interpret: if it is not None, it is passed to Pallas, to run the kernels without a GPU.
     """
     lanes, tokens = queries.shape[:2]
@@ -135,7 +138,8 @@ def attend(
 
 def _norms(vectors: list[Array], scale: Float[Array, " G"]) -> Float[Array, "B G 2 S"]:
     """Returns `query_norms` or `key_norms` of `KernelInputs`; for keys, the scale is 1."""
-    # The kernels' gradients of queries and keys already include what comes through the norms.
+    # No gradient passes through the norms here, because the kernels already include it in the
+    # gradients of queries and keys.
     inverses = jax.lax.stop_gradient(jnp.concatenate([inverse_norm(x) for x in vectors], axis=1))
     return jnp.stack([inverses * scale[None, None], jnp.square(inverses)], axis=1).transpose(
         0, 3, 1, 2
@@ -272,8 +276,9 @@ def _call(
 ) -> list[Array]:
     """Runs a kernel with shared memory for tiles of its inputs, and returns its outputs.
 
-    The grid is (rows of the batch or groups, heads, tiles). Tiles of the inputs `resident` stay in
-    shared memory for the whole program, and those of other inputs are copied in each step.
+    The grid is (rows of the batch or groups, heads, tiles). The tiles of the inputs that `resident`
+    names stay in shared memory for the whole program. Tiles of the other inputs are copied in each
+    step of the program's loop.
     """
     kernels, tiles = _modules()
     given = {name: x for name, x in inputs._asdict().items() if x is not None}
@@ -291,15 +296,16 @@ def _call(
     def arrivals(names: Sequence[str]) -> int:
         return sum(parts if name in vectors else 1 for name in names)
 
-    # With more slots, more copies are under way during computations. Two programs that share a
-    # multiprocessor hide more of the copies, so they are preferred to a second slot.
+    # With a second slot, copies are under way during computations. Two programs that share a
+    # multiprocessor hide even more of the time of copies, so they are preferred to a second slot.
     def preference(slots: int) -> tuple[int, int]:
         sizes = [tile_bytes(name) * (slots if name in ring else 1) for name in tiled]
         used = _BESIDES + sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
         return min(_SHARED // used, 2), slots
 
     slots = max((1, 2), key=preference)
-    # The smallest buffers come last, because the space after a small buffer is wasted.
+    # A buffer begins at a multiple of _ALIGNMENT, so the space between a small buffer and the next
+    # one is wasted. The smallest buffers therefore come last.
     order = sorted(tiled, key=tile_bytes, reverse=True)
     scratch = []
     for name in order:

@@ -2,8 +2,8 @@
 
 This module does not import Mosaic GPU, so it can be imported with every version of jax. In shapes,
 T is the number of queries and S of keys of a row of the batch, H of heads of queries, and G of
-heads of keys, each of which serves H / G consecutive heads of queries. I and J are the numbers of
-tiles of queries and of keys.
+heads of keys. Each head of keys serves H / G consecutive heads of queries. I and J are the numbers
+of tiles of queries and of keys.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ _ABOVE_ANY_TILE = 1 << 20  # This number is greater than the index of any tile.
 
 
 def vector_parts(x: Array) -> int:
-    """Returns the number of parts of x [..., K] along K; a tile of a part fits into registers."""
+    """Returns the number of parts into which vectors x [..., K] are split (see `_MAX_PART`)."""
     return -(-x.shape[-1] // _MAX_PART)
 
 
@@ -40,8 +40,8 @@ def opaque_zero(n: Array) -> Array:
 class KernelSettings(NamedTuple):
     """Static settings of the kernels."""
 
-    # True if the bias depends on the distance between a key and a query only: tile [i, j] of the
-    # logits then reads the tile [0, j - i] of `KernelInputs.bias`, and else the tile [i, j].
+    # True if the bias depends only on the distance between a key and a query. Tile [i, j] of the
+    # logits then reads tile [0, j - i] of `KernelInputs.bias`. If False, it reads tile [i, j].
     by_distance: bool
     learned: bool  # True if the bias has a gradient
     rate: float  # the rate of the dropout that is hashed from `KernelInputs.draws`
@@ -58,25 +58,31 @@ class KernelInputs(NamedTuple):
     q: Any  # The queries [B, T, H, K].
     keys: Any  # The keys [B, S, G, K].
     values: Any  # The values [B, S, G, K].
-    key_tiles: Any  # The first key tile that a query tile visits, and the end, int32 [B, I, 2].
-    query_tiles: Any  # The first query tile that visits a key tile, and the end, int32 [B, J, 2].
-    # The first C of the S keys and values, [B, C, G, K]; `keys` and `values` then have the others.
-    # The tiles of both are copied to the buffers of `keys` and `values`.
+    # For each query tile, the first key tile that it visits and the one after the last, int32
+    # [B, I, 2].
+    key_tiles: Any
+    # For each key tile, the first query tile that visits it and the one after the last, int32
+    # [B, J, 2].
+    query_tiles: Any
+    # The first C of the S keys and values, [B, C, G, K]; `keys` and `values` then have the other
+    # S - C. Tiles of the cached arrays are copied to the buffers of `keys` and `values`, too.
     cached_keys: Any = None
     cached_values: Any = None
-    # Two numbers for each query q [B, H, 2, T]: the scale of its head divided by |q|, a factor of
-    # its logits; and 1 / |q|^2. For each key k [B, G, 2, S], 1 / |k|, also a factor of its logits,
-    # and 1 / |k|^2.
+    # Two numbers for each query and key; None if they are not normalized. The first number is a
+    # factor of the logits, and only the gradients need the second. `query_norms` [B, H, 2, T] has
+    # the head's scale / |q| and 1 / |q|^2, and `key_norms` [B, G, 2, S] has 1 / |k| and 1 / |k|^2.
     query_norms: Any = None
     key_norms: Any = None
-    # Added to the logits, float32 [H, T, S], or [H, TILE, X] for X / TILE distances of tiles.
+    # Added to the logits, float32 [H, T, S]. If `KernelSettings.by_distance`, it is a strip
+    # [H, TILE, X] with one tile for each of the X / TILE distances between query and key tiles.
     bias: Any = None
     # Added to the logits of all heads, bfloat16 [B, T, S], or [B, TILE, S] if all tiles of queries
     # share it.
     mask: Any = None
     # Factors of the weights, float32 [H, W, W]. They repeat after W queries and after W keys.
     factors: Any = None
-    spans: Any = None  # The first key that a query sees, and the end, int32 [B, 2, T].
+    # The first key that a query sees, and the key after the last one, int32 [B, 2, T].
+    spans: Any = None
     # Two 32-bit words per query, whose hash decides which weights dropout removes, int32 [B, 2, T].
     draws: Any = None
     # The following fields are for the backward pass only.

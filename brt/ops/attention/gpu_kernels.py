@@ -2,9 +2,9 @@
 
 One warpgroup runs a kernel for one tile of the outputs, in a loop over tiles of the inputs. Inputs
 and outputs are in global memory. In shared memory, each input that changes in the loop has one or
-several slots for the tiles of a step: while the warpgroup computes with one slot, the copies of the
-tiles of later steps to the other slots are under way. In shapes, R and C are the numbers of rows
-and columns of a tile of logits.
+several slots, each with room for the tile of a step. While the warpgroup computes with the tiles in
+one slot, the tiles of later steps are copied to the other slots. In shapes, R and C are the numbers
+of rows and columns of a tile of logits.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,9 +54,9 @@ class Program(NamedTuple):
     inputs: KernelInputs
     settings: KernelSettings
     buffers: dict[str, Any]  # the shared memory of each input, [slots, ...], by its name
-    resident: Sequence[str]  # the inputs of which a tile stays in shared memory, in slot 0
-    ring: Sequence[str]  # the inputs of which tiles are copied in each step of the loop
-    ready: Any  # the barrier of the copies before the loop
+    resident: Sequence[str]  # the inputs that have a single tile, which stays in slot 0
+    ring: Sequence[str]  # the inputs whose tiles are copied in each step of the loop
+    ready: Any  # the barrier at which the copies before the loop arrive
     arrived: Any  # a barrier for each slot, at which the copies of a step arrive
     transposed: bool  # True if tiles of logits have keys as rows and queries as columns
 
@@ -97,7 +97,10 @@ class TilePair(NamedTuple):
     slot: Any = 0
 
     def place(self, name: str) -> tuple[Any, Any, Any]:
-        """Returns the first index, row and column of the pair's tile of bias, mask or factors."""
+        """Returns the place of the pair's tile in the input `name` (bias, mask or factors).
+
+        The place is the index on the first axis of the input, and the row and column of the tile.
+        """
         x = getattr(self.program.inputs, name)
         if name == "factors":
             period = x.shape[1] // TILE
@@ -198,7 +201,7 @@ class TilePair(NamedTuple):
         return weights
 
     def d_logits(self, use_weights: Callable[[Array], None] | None = None) -> Float[Array, "R C"]:
-        """Returns the gradient of logits; `use_weights` gets the weights after dropout."""
+        """Returns the gradient of logits; calls `use_weights` with the weights after dropout."""
         weights = jnp.exp2(LOG2E * (self.logits() - self.by_query("sums", 0)))
         if use_weights is not None:
             use_weights(self.drop(weights))
@@ -254,12 +257,12 @@ def attention_forward(program: Program, y: Any, lse: Any) -> None:
 def _normalized_gradient(
     vectors: Any, norms: Any, sums: Float[Array, "R P"]
 ) -> tuple[Float[Array, "R P"], Float[Array, " R"]]:
-    """Returns the gradient of the vectors, and the dot product of each with its row of `sums`.
+    """Returns the gradient of the vectors, and each vector's dot product with its row of `sums`.
 
     Args:
       vectors: the vectors before normalization, in one part, in shared memory.
       norms: `query_norms` or `key_norms` of these vectors (see `KernelInputs`).
-      sums: the gradient of norms[0] times the vectors.
+      sums: the gradient of the normalized vectors, which are the vectors times norms[0].
     """
     x, width = vectors[...].astype(jnp.float32), sums.shape[1]
     along = jnp.sum(x * sums, axis=1)
@@ -269,8 +272,10 @@ def _normalized_gradient(
 
 
 def attention_queries(program: Program, d_q: Any, d_factors: Any = None) -> None:
-    """Writes a tile of the gradients of the queries, d_q [B, T, H, K], and, if queries are
-    normalized, of the factors that normalize them, d_factors [B, H, I, TILE].
+    """Writes a tile of the gradients of the queries, d_q [B, T, H, K].
+
+    If queries are normalized, also writes the gradients of the factors that normalize them,
+    d_factors [B, H, I, TILE].
     """
     lane, head, i = program_place()
     begin, end = _range(program.inputs.key_tiles, lane, i)
@@ -307,8 +312,8 @@ def attention_keys(program: Program, d_keys: Any, d_values: Any, *, first: int) 
     Both arrays have as many heads as the queries, and begin with tile `first` of the S keys.
 
     If a head is wide, not all columns fit into the registers of one program. A program therefore
-    computes only one part of the columns; its index along the grid's last axis says which tile and
-    which part.
+    computes only one part of the columns. The program's index along the last axis of the grid says
+    which tile and which part it computes.
     """
     lane, head, index = program_place()
     keys, values = program.buffers["keys"], program.buffers["values"]
@@ -343,11 +348,13 @@ def attention_keys(program: Program, d_keys: Any, d_values: Any, *, first: int) 
 
 
 def attention_bias(program: Program, d_bias: Any, *, steps: int) -> None:
-    """Writes the gradient of one tile of the bias, summed over a group of `steps` pairs of a query
-    tile and a key tile that read it, to d_bias [N, H, ...] (N groups).
+    """Writes a part of the gradient of one tile of the bias to d_bias [N, H, ...].
 
-    The caller adds up the groups. If the bias depends on the distance, a group has the pairs of
-    consecutive query tiles of a row of the batch. Else the only group has a pair per row.
+    The gradient is a sum over all pairs of a query tile and a key tile that read the tile of the
+    bias. The pairs form N groups of `steps` pairs. A program computes the sum of one group, and the
+    caller adds up the groups. If the bias depends on the distance, a group has the pairs of
+    consecutive query tiles of a row of the batch. Otherwise, there is one group, with one pair for
+    each row.
     """
     group, head, index = program_place()
     rows, columns = (x.shape[1] // TILE for x in (program.inputs.q, program.inputs.keys))

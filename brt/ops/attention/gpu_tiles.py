@@ -8,8 +8,9 @@ that starts a copy also waits for it, so no deadlock is possible.
 Only this module imports names of Mosaic GPU. If a version of jax lacks one of them, importing this
 module raises an ImportError, and the kernels are then refused as not available.
 
-A tile of vectors, such as keys, is split into parts of at most 128 columns (`vector_parts`). In
-shapes, R and C are the numbers of rows and columns of a tile, and P of columns of a part.
+A tile of vectors, such as keys, is split into parts of at most 128 columns (`vector_parts`). A
+buffer in shared memory has one or several slots, each with room for a tile. In shapes, R and C are
+the numbers of rows and columns of a tile, and P of columns of a part.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +43,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from brt.ops.attention.gpu_inputs import TILE, opaque_zero, vector_parts
 
-# The last axis of the grid varies fastest. Programs that run one after another are therefore for
-# neighbouring tiles of one head, whose windows share keys, so that caches serve many of the reads.
+# The last axis of the grid varies fastest. Programs that run one after another therefore compute
+# neighbouring tiles of one head. The windows of these tiles share keys, so caches serve many reads.
 _AXES = ("lane", "head", "tile")
 _SWIZZLE = 128  # Matrix products read shared memory in a swizzling pattern of this many bytes.
 _OPTIONS = {"approx_math": True, "reduction_scratch_bytes": 0}
@@ -61,41 +62,44 @@ def program_place() -> tuple[Array, Array, Array]:
 
 
 # The following functions are about tiles in shared memory, in the layout in which matrix products
-# read them. In their arguments, `place` has the indices of the row of the batch, the tile and the
-# head; `to` is the destination, and `arrived` the barrier at which the copies arrive.
+# read them. In their arguments, `to` is the destination, and `arrived` the barrier at which the
+# copies arrive. For vectors, `place` has the indices of the row of the batch, tile and head.
 
 
 def _tiling(itemsize: int) -> tuple[Any, ...]:
-    # mypy considers both classes abstract and would refuse direct calls.
+    # mypy considers both classes abstract and would refuse calls, unless they have the type Any.
     tiling: Any = TilingTransform
     swizzle: Any = SwizzleTransform
     return tiling((8, _SWIZZLE // itemsize)), swizzle(_SWIZZLE)
 
 
 def vector_tiles(x: Array, slots: int) -> Any:
-    """Returns shared memory for tiles of the vectors x [..., K], [slots, parts, TILE, P]."""
+    """Returns shared memory [slots, parts, TILE, P] for tiles of the vectors x [..., K].
+
+    The vectors are split into parts of P numbers.
+    """
     parts = vector_parts(x)
     shape = (slots, parts, TILE, x.shape[-1] // parts)
     return SMEM(shape, x.dtype, transforms=_tiling(x.dtype.itemsize))
 
 
 def square_tiles(x: Array, slots: int) -> Any:
-    """Returns shared memory for tiles of x [A, X, Y], [slots, TILE, TILE]."""
+    """Returns shared memory [slots, TILE, TILE] for tiles of the A matrices x [A, X, Y]."""
     return SMEM((slots, TILE, TILE), x.dtype, transforms=_tiling(x.dtype.itemsize))
 
 
 def number_tiles(x: Array, slots: int) -> Any:
-    """Returns shared memory for tiles of the pairs of numbers x [..., 2, T], [slots, 2, TILE]."""
+    """Returns shared memory [slots, 2, TILE] for tiles of the pairs of numbers x [..., 2, T]."""
     return SMEM((slots, 2, TILE), x.dtype)
 
 
 def barrier(copies: int, slots: int = 1) -> Any:
-    """Returns a barrier for each slot, which opens after `copies` copies have arrived."""
+    """Returns one barrier for each slot; a barrier opens after `copies` copies have arrived."""
     return Barrier(num_arrivals=copies, num_barriers=slots)
 
 
 def copy_vectors(array: Any, place: tuple[Any, ...], to: Any, arrived: Any) -> None:
-    """Starts the copies of a tile of an array [B, T, H, K], one for each part of its columns."""
+    """Starts the copies of a tile of an array [B, T, H, K], one copy for each part of columns."""
     lane, tile, head = place
     parts, _, width = to.shape
     for part in range(parts):
@@ -104,13 +108,13 @@ def copy_vectors(array: Any, place: tuple[Any, ...], to: Any, arrived: Any) -> N
 
 
 def copy_square(array: Any, index: Any, row: Any, column: Any, to: Any, arrived: Any) -> None:
-    """Starts the copy of tile [row, column] of a matrix array[index], from an array [A, X, Y]."""
+    """Starts the copy of tile [row, column] of the matrix array[index]; `array` is [A, X, Y]."""
     source = array.at[index, pl.ds(row * TILE, TILE), pl.ds(column * TILE, TILE)]
     copy_gmem_to_smem(source, to, arrived)
 
 
 def copy_numbers(array: Any, place: tuple[Any, ...], tile: Any, to: Any, arrived: Any) -> None:
-    """Starts the copy of a tile of the pairs of numbers array[place], [2, T]."""
+    """Starts the copy of a tile of array[place] [2, T], which has two numbers per query or key."""
     copy_gmem_to_smem(array.at[*place, :, pl.ds(tile * TILE, TILE)], to, arrived)
 
 
@@ -119,8 +123,8 @@ def write_vectors(
 ) -> None:
     """Writes consecutive parts of a tile's columns to an array [B, T, H, K] in global memory.
 
-    The parts are first written to the shared memory `through`, because TMA copies only from there.
-    `first` is the index of the first of them among all parts of a vector.
+    The parts pass through the shared memory `through`, because TMA copies only from there to global
+    memory. `first` is the index of parts[0] among all parts of a vector.
     """
     lane, tile, head = place
     width = through.shape[2]
@@ -151,7 +155,8 @@ class CopyRing(NamedTuple):
     """A ring of S slots in shared memory for the copies of a loop: step n reads slot n modulo S."""
 
     arrived: Any  # The barriers, one for each slot.
-    # The function starts the copies for step n; its arguments are n, the slot's index and barrier.
+    # A function that starts the copies for step n, with the arguments n, the index of the slot, and
+    # the slot's barrier.
     copy: Callable[[Any, Any, Any], None]
 
     def run_steps(self, count: Any, step: Callable[[Array, Array, Any], Any], carry: Any) -> Any:
@@ -201,10 +206,10 @@ def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:
 def accumulate(
     count: int, width: int, computation: Callable[..., Any]
 ) -> tuple[list[Float[Array, "R P"]], Any]:
-    """Returns the numbers in `count` accumulators after `computation`, and its result.
+    """Runs `computation`; returns the final numbers in `count` accumulators, and its result.
 
-    The computation gets references to the accumulators, registers [TILE, width] that are zero at
-    first and to which it adds matrix products.
+    The computation gets references to the accumulators, which are registers [TILE, width]. They are
+    zero at first, and the computation adds matrix products to them.
     """
 
     def run_and_read(*totals: Any) -> tuple[list[Array], Any]:
@@ -215,7 +220,7 @@ def accumulate(
 
 
 def constant(value: float, *shape: int) -> Array:
-    """Returns a tile [rows, columns], or a number for each row of a tile, that is all `value`."""
+    """Returns a tile [rows, columns], or an array with a number per row, filled with `value`."""
     layout = Layout.WGMMA if len(shape) == 2 else Layout.WGMMA.reduce(1)
     return layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
@@ -226,7 +231,7 @@ def broadcast_rows(x: Array, columns: int = TILE) -> Shaped[Array, "R C"]:
 
 
 def read_numbers(ref: Any) -> Shaped[Array, " R"]:
-    """Reads `ref` (shared memory [TILE]), a number per row of a tile, in the layout of rows."""
+    """Returns the numbers in `ref` (shared memory [TILE]), one per row of a tile, in registers."""
     return layout_cast(ref[...], Layout.WGMMA.reduce(1))
 
 

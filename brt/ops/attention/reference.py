@@ -20,8 +20,9 @@ def attend(
 ) -> AttentionPart:
     """Returns the attention of every query to the keys where the mask is True.
 
-    The logits are q.k, capped by `soft_cap`, + bias, whose axes *C are the last of the axes *B. The
-    weights are multiplied by `factors`. A query that sees no key gets zeros and `softmax.FLOOR`.
+    The logits are q.k, capped by `soft_cap`, plus the bias. The axes *C of the bias are the last
+    ones of the axes *B. The weights are multiplied by `factors`. A query that sees no key gets the
+    output zero and the log-sum-exp `softmax.FLOOR`.
     """
     logits = jnp.einsum("...qhk,...shk->...hqs", queries, keys, preferred_element_type=jnp.float32)
     logits = soft_capped(logits, soft_cap)

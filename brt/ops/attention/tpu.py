@@ -20,22 +20,25 @@ from brt.ops.softmax import FLOOR
 from brt.ops.tpu import LANES, head_refusal, vmem_budget, vmem_refusal
 
 Interpret = bool | pltpu.InterpretParams
-# A call without a window reads at most as many keys as the first of these numbers with which the
-# logits of a sub-tile and all keys fit into VMEM.
+# A call without a window reads at most this many keys: the first of these numbers for which all
+# keys of the call and the logits of a sub-tile fit into VMEM.
 _MOST_KEYS = 8192, 4096, 2048, 1024
 _TILES = 1024, 512, 256, 128  # possible numbers of queries of a step or a forward sub-tile
 # A call of the backward kernel has at least this many rows of the batch, if there is room for them.
 _LEAST_ROWS = 8
-# A sub-tile of the backward kernel has at most _ROWS queries, and at most _LOGITS logits unless 128
-# queries have more. With these numbers, the compiler's schedules are shortest.
+# A sub-tile of the backward kernel has at most _ROWS queries and at most _LOGITS logits; only a
+# sub-tile of 128 queries may have more logits. With these numbers, the compiler's schedules are
+# shortest.
 _ROWS = 256
 _LOGITS = 1024 * _ROWS
 _FORWARD_LOGITS = 1024 * 1024  # A sub-tile of the forward kernel has at most this many logits.
-_ARRAYS = 5  # The kernels need VMEM for this many float32 arrays of a sub-tile's logits.
+_ARRAYS = 5  # The kernels need VMEM for this many float32 arrays of the size of the logits.
 
 
 def heads_together(heads: int, width: int) -> int:
-    """Returns the heads of a step: as many as fill 128 lanes if that divides `heads`, else 1."""
+    """Returns the number of heads of a step: as many as fill 128 lanes, or 1 if `heads` is not a
+    multiple of this number.
+    """
     count = max(LANES // width, 1)
     return count if heads % count == 0 else 1
 
@@ -43,9 +46,9 @@ def heads_together(heads: int, width: int) -> int:
 class SlabSizes:
     """The sizes of attention to whole slabs on one device, and the VMEM that it needs.
 
-    A slab has S keys, of which a call has at most `max_keys`, a multiple of 128. The attribute
-    `keys` is the number of keys of a call. A step of the grid has `together` heads. `own_masks` is
-    True if each query has a mask of its own.
+    The argument `keys` is the number S of keys of a slab. A call reads at most `max_keys` of these
+    keys, a multiple of 128, and the attribute `keys` is the number of keys that a call reads. A
+    step of the grid has `together` heads. `own_masks` is True if each query has a mask of its own.
     """
 
     def __init__(
@@ -65,8 +68,9 @@ class SlabSizes:
     def forward_rows(self, tile: int) -> int:
         """Returns the number of queries of a sub-tile in the forward kernel.
 
-        It is the largest of `_TILES` that divides the tile, has at most `_FORWARD_LOGITS` logits
-        and fits into VMEM beside two buffers of each block; 128 or less if there is none.
+        It is the largest number in `_TILES` that divides the tile, and for which a sub-tile has at
+        most `_FORWARD_LOGITS` logits and fits into VMEM beside two buffers of each block. If there
+        is none, it is the greatest common divisor of the tile and 128.
         """
         # The blocks are queries and outputs, keys and values, and any biases and masks.
         blocks = 2 * self.wide * self.itemsize * (2 * tile + 2 * self.keys)
@@ -77,8 +81,8 @@ class SlabSizes:
     def taken(self, tile: int, rows: int) -> int:
         """Returns the bytes of VMEM that the backward kernel needs with tiles of `tile` queries.
 
-        These are two buffers for each block, the sums of the gradients of keys and values for
-        `rows` rows of the batch, and `_ARRAYS` arrays of the logits of a sub-tile.
+        VMEM then holds two buffers for each block, the sums of the gradients of keys and values for
+        `rows` rows of the batch, and `_ARRAYS` arrays of the size of a sub-tile's logits.
         """
         blocks = 2 * self.wide * self.itemsize * (3 * tile + 4 * self.keys)
         masks = self.own_masks * 2 * self.keys * tile
@@ -87,9 +91,10 @@ class SlabSizes:
         return blocks + 4 * self.biases * tile + masks + sums + logits
 
     def kept_rows(self, tile: int, batch: int) -> int:
-        """Returns for how many rows of the batch VMEM has room for sums of gradients.
+        """Returns the largest number of rows of the batch for a call of the backward kernel.
 
-        The number is less than 1 if a tile of `tile` queries does not fit.
+        The sums of gradients of these rows must fit into VMEM, unless a tile has all queries. The
+        number is less than 1 if a tile of `tile` queries does not fit.
         """
         if tile == self.queries:
             return batch if self.taken(tile, 1) <= vmem_budget() else 0
@@ -99,8 +104,8 @@ class SlabSizes:
     def tile(self, batch: int) -> int:
         """Returns the number of queries of a step: the largest that leaves enough room in VMEM.
 
-        It must leave room for the sums of gradients of `_LEAST_ROWS` rows, or of all if the batch
-        has fewer. If no tile does, the smallest one is taken.
+        A call must have room for `_LEAST_ROWS` rows of the batch, or for all rows if the batch has
+        fewer (`kept_rows`). If no number of queries leaves enough room, the smallest is returned.
         """
         tiles = [n for n in _TILES if self.queries % n == 0] or [self.queries]
         enough = (n for n in tiles if self.kept_rows(n, batch) >= min(batch, _LEAST_ROWS))
@@ -111,7 +116,10 @@ def slab_sizes(
     queries: Float[Array, "*B Q H K"], keys: Float[Array, "*B S G K"], *, biased: bool = False,
     own_masks: bool = False,
 ) -> SlabSizes:  # fmt: skip
-    """Returns the sizes with the most keys per call that fit into VMEM; if none fit, the fewest."""
+    """Returns the sizes with the largest number of keys per call for which VMEM has room.
+
+    If VMEM does not even have room for the smallest number in `_MOST_KEYS`, that one is used.
+    """
     (tokens, heads, width), itemsize = queries.shape[-3:], queries.dtype.itemsize
     together = heads_together(heads, width) if keys.shape[-2] == heads else 1
     tried = [
@@ -154,11 +162,11 @@ def attend_to_slab(
     """Returns the attention of every query of a block to the S keys of the block's slab.
 
     Args:
-      queries: the T queries of a row are those of X / B blocks, of Q queries each.
+      queries: the T queries of a row are X / B blocks of Q queries; each block has its own slab.
       bias: allowed only if each row is a single block, so that T = Q.
       mask: True for the keys that a query sees.
-      spans: instead of a mask, the first key that each query sees, and the one after the last.
-      words: what `dropout_hash.draw_words` returns, for dropout with `rate`.
+      spans: instead of a mask, the first key that each query sees, and the key after the last one.
+      words: the result of `dropout_hash.draw_words`, if weights are dropped with the rate `rate`.
       scale: if given, the norm to which the queries of each head are scaled.
     """
     (rows, size), (heads, width) = keys.shape[:2], queries.shape[2:]
@@ -169,7 +177,7 @@ def attend_to_slab(
         sizes.together = 1
     tile = sizes.tile(rows)
     if sizes.together == 1 and tile == q.shape[1] and bias is mask is spans is words is None:
-        q = queries  # The kernel finds the queries of a block in their row, without a copy.
+        q = queries  # The kernel finds the queries of a block in their row, so no copy is needed.
     settings = SlabSettings(
         width, sizes.together, tile, sizes.forward_rows(tile), sizes.rows(tile), rate=rate,
         kept_rows=max(sizes.kept_rows(tile, rows), 1), all_keys=size, interpret=interpret or False,
@@ -206,6 +214,7 @@ def _of_some_keys(mask: Array | None, keys: slice) -> Array | None:
 
 def _merged(parts: list[AttentionPart], dtype: Any) -> AttentionPart:
     whole = merge_parts(parts)
-    # A query that sees no key has FLOOR in every part; the merged number would be greater.
+    # The log-sum-exp of a query that sees no key is FLOOR in every part. Merging would make it
+    # greater, so it is set to FLOOR again.
     seen = functools.reduce(jnp.logical_or, [part.lse > FLOOR for part in parts])
     return AttentionPart(whole.output.astype(dtype), jnp.where(seen, whole.lse, FLOOR))

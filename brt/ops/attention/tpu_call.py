@@ -2,17 +2,19 @@
 
 The grid is (group of heads, tile of queries, row of the batch, block). A step attends from a tile
 of queries to a slab of keys. With a window, the slab is the block of W queries and the block before
-it, a sub-tile of r queries reads W + r keys of the slab, and the bias of all sub-tiles is one array
-[W + r, r], because it depends only on the distance of query and key. Without a window, a step has
-all keys of its row or block. The grid visits all rows of the batch for one tile of queries before
-the next tile, so a tile of the bias is read once, and its gradient is added up in VMEM.
+it. A sub-tile of r queries then reads W + r keys of the slab, and all sub-tiles share one bias
+[W + r, r], because the bias depends only on the distance of query and key. Without a window, a step
+reads all keys of its row or block. The grid visits all rows of the batch for one tile of queries
+before it goes on to the next tile. A tile of the bias is therefore read once, and its gradient is
+added up in VMEM.
 
-The backward pass recomputes the weights from the log-sum-exp, and goes through the blocks of a
+The backward pass recomputes the weights from the log-sum-exp. It goes through the blocks of a
 segment from the last to the first, because the keys of a block receive gradients from the queries
-of the next one. If heads of queries share keys, the kernel writes gradients for each head of
-queries, which XLA adds up.
+of the next block. If heads of queries share keys, the kernel writes separate gradients of the keys
+for each head of queries, and XLA adds these up.
 
-In shapes, G is the number of heads of keys, and L of keys of a slab.
+In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys, T of
+tokens of a row, L of keys of a slab, K of numbers of a head, and D of parts of a segment.
 """
 
 import functools
@@ -39,23 +41,25 @@ from brt.ops.tpu import LANES, l2_normalize_rows_backward, parallel_heads, token
 
 
 class SlabArguments(NamedTuple):
-    """The arrays of a call. Queries and keys have heads before tokens, [B, H, T, K], or merged
-    heads, [B, T, HK], which the kernel reads where the projections wrote them.
+    """The arrays of a call.
+
+    Queries, keys and values have heads before tokens, [B, H, T, K], or merged heads, [B, T, HK].
+    Arrays with merged heads need no copy: the kernel reads them as the projections wrote them.
     """
 
     q: Float[Array, "B H T K"] | Float[Array, "B T HK"]
-    # One array of slabs, [B, G, L, K] or [B, L, HK]; or the cached block and the segment of a
-    # window, [B, G, W, K] and [B, G, T, K].
+    # Without a window, one array of slabs, [B, G, L, K] or [B, L, HK]. With a window, two arrays:
+    # the cached block [B, G, W, K] and the segment [B, G, T, K].
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
-    bias: Float[Array, "H L R"] | None = None
+    bias: Float[Array, "H L R"] | None = None  # `SlabInputs.bias` of all heads and queries
     mask: Array | None = None  # `SlabInputs.mask` of each row
-    dropout: Array | None = None
+    dropout: Array | None = None  # `SlabInputs.dropout` of each row or, for windows, of each head
     scale: Float[Array, " H"] | None = None
     first: Int[Array, "B D"] | None = None  # `Slab.first`; for windows only
 
     def grid(self, s: SlabSettings) -> tuple[int, int, int, int]:
-        """The numbers of head groups, tiles of queries, rows, and blocks with keys of their own."""
+        """Returns the numbers of groups of heads, tiles of a block, rows, and blocks of a row."""
         # The cores of a chip divide the first axis of the grid among themselves. This axis is the
         # heads, so that all steps that add to the gradients of a head's bias run on one core.
         heads = self.q.shape[1] if self.q.ndim == 4 else self.q.shape[2] // s.wide
@@ -64,7 +68,10 @@ class SlabArguments(NamedTuple):
         return heads, steps // blocks, len(self.q), blocks
 
     def numbers(self, s: SlabSettings) -> tuple[int, ...]:
-        """The shape for a number per query and head: [B, groups of heads, heads of a group, T]."""
+        """Returns the shape of an array with one number for each query and head.
+
+        It is [B, groups of heads, heads of a group, T].
+        """
         heads, tiles, batch, blocks = self.grid(s)
         return batch, heads, s.together, tiles * blocks * s.queries
 
@@ -86,8 +93,8 @@ def _forward(arguments: SlabArguments, settings: SlabSettings) -> tuple[tuple[Ar
         specs._replace(gradient=None, lse=None, delta=None), (specs.q, specs.lse), shapes,
     )  # fmt: skip
     y, lse = output_residual(y, q.dtype), output_residual(lse, lse.dtype)
-    # If the kernel normalizes queries and keys, the backward pass reads them as they were before.
-    # `input_residual` lets a rematerialized layer save these arrays.
+    # If the kernel normalizes queries and keys, the backward pass reads the arrays before
+    # normalization. `input_residual` lets a rematerialized layer save these arrays.
     if arguments.scale is not None:
         saved = [input_residual(q), *(
             (*x[:-1], input_residual(x[-1])) if settings.window else x
@@ -109,7 +116,8 @@ def _backward(
         products = products.reshape(*y.shape[:2], -1, s.width).swapaxes(1, 2)
     delta = (jnp.sum(products, axis=-1) - d_lse).reshape(lse.shape)
     inputs = _inputs(arguments)._replace(gradient=gradient, lse=lse, delta=delta)
-    # A call has as many rows of the batch as VMEM has room for sums of their gradients.
+    # A call has at most `kept_rows` rows of the batch, because VMEM has no room for the sums of the
+    # gradients of more rows.
     rows = [slice(i, i + s.kept_rows) for i in range(0, len(y), s.kept_rows)]
     parts = [_call_backward(*_some_rows(arguments, inputs, each), s) for each in rows]
     results = parts[0]
@@ -142,7 +150,7 @@ attend.defvjp(_forward, _backward)
 def _some_rows(
     arguments: SlabArguments, inputs: SlabInputs, rows: slice
 ) -> tuple[SlabArguments, SlabInputs]:
-    """Returns the arguments and inputs of some rows of the batch, which have one slab each."""
+    """Returns the arguments and inputs of some rows of the batch; every row must have one slab."""
     if rows.start == 0 and rows.stop >= len(arguments.q):
         return arguments, inputs
     shared = {"bias": None, "scale": None}
@@ -190,7 +198,8 @@ def _call_backward(arguments: SlabArguments, inputs: SlabInputs, s: SlabSettings
 
 def _inputs(arguments: SlabArguments) -> SlabInputs:
     def parts(x: tuple[Array, ...]) -> tuple[Array, ...]:
-        # Of a window's segment, a step reads two blocks: that of the queries and the one before.
+        # A step reads two blocks of a window's segment: the block of its queries and the block
+        # before it. The segment is therefore passed twice.
         return x if len(x) == 1 else (x[0], x[1], x[1])
 
     a, scale = arguments, arguments.scale
@@ -202,8 +211,10 @@ def _inputs(arguments: SlabArguments) -> SlabInputs:
 def _whole(
     x: Array, arguments: SlabArguments, s: SlabSettings, *, last_tile: bool = False
 ) -> pl.BlockSpec:
-    """Returns the block spec of a whole slab x of keys or values; if `last_tile`, of its gradient,
-    which the step of the last tile of queries writes.
+    """Returns the block spec of a whole slab x of keys or values.
+
+    If `last_tile`, returns the block spec of the gradient of x. Only the step of the last tile of
+    queries writes this gradient.
     """
     heads, tiles, _, blocks = arguments.grid(s)
     members = 1 if x.ndim == 3 or last_tile else heads // x.shape[1]
@@ -217,13 +228,12 @@ def _whole(
 
 
 def _key_head(head: Any, members: int) -> Any:
-    # The operator // is not used, because it has code for negative numbers that kernels do not
-    # support.
+    # The operator // is not used, because kernels do not support its code for negative numbers.
     return head if members == 1 else jax.lax.div(head, jnp.int32(members))
 
 
 def _specs(arguments: SlabArguments, s: SlabSettings, *, reverse: bool = False) -> SlabInputs:
-    """Returns the block specs of all inputs; if `reverse`, blocks go from the last to the first."""
+    """Returns the specs of all inputs; `reverse` visits the blocks from the last to the first."""
     heads, _, _, blocks = arguments.grid(s)
 
     def spec(shape: tuple[int | None, ...], place: Callable[..., tuple]) -> pl.BlockSpec:

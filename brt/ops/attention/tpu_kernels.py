@@ -5,7 +5,8 @@ which lie side by side in the lanes. The queries are processed in sub-tiles. Log
 matrices of keys x queries, so that maxima and sums over the keys need no operations across lanes.
 
 In shapes, R is the number of queries of a step, r of a sub-tile, L of keys of the slab, C of keys
-that a sub-tile reads, K the size of a head, and P = G K the lanes of all heads of a step.
+that a sub-tile reads, W of tokens of a window, K the size of a head, and P = G K the number of
+lanes of all heads of a step.
 """
 
 import functools
@@ -33,8 +34,8 @@ from brt.ops.tpu import (
 # This number is added to the logits of hidden keys. Twice this number is still finite, and adding a
 # logit to the number does not change it.
 HIDDEN = -1e30
-# The maximum of a query's logits is raised to this number, which is far above HIDDEN and far below
-# all logits, so that the weights of a query that sees no key are zero.
+# The maximum of a query's logits is raised to at least this number. The number is far above HIDDEN
+# and far below the logits of visible keys, so the weights of a query that sees no key are zero.
 _LOWEST = -1e29
 # At most this many weights of sub-tiles are computed before they are multiplied by the values.
 _MOST_WEIGHTS = 1024 * 1024
@@ -53,17 +54,18 @@ class SlabSettings(NamedTuple):
     queries: int  # R, the number of queries of a step
     forward_rows: int  # r in the forward kernel
     rows: int  # r in the backward kernel
-    # W, if the slab is the block of R = W queries and the block before it, and every query sees
-    # only keys in its window; 0 if every query sees the whole slab.
+    # W if there is a window: the slab then is the block of R = W queries and the block before it,
+    # and every query sees only the keys in its window. 0 if every query sees the whole slab.
     window: int = 0
-    # Documents start only at multiples of this number of tokens of a segment. If it is a multiple
-    # of W, the kernels hide the block before as a whole.
+    # Documents start only at multiples of this number of tokens of a segment. If the number is a
+    # multiple of W, documents start only at blocks, and the kernels hide the whole block before.
     part: int = 0
-    normalizes_keys: bool = False  # to length 1
+    normalizes_keys: bool = False  # True if the kernels scale keys to length 1
     learns_bias: bool = True  # False if the bias only hides keys and has no gradient
     rate: float = 0.0  # the rate of dropout
-    kept_rows: int = 1  # for how many rows of the batch VMEM has room for gradients
-    # The hash of dropout depends on the place of a key in the slab, whose keys several calls share.
+    kept_rows: int = 1  # the largest number of rows of the batch in a backward call
+    # A slab may be split among several calls. The calls need the next two numbers, because the hash
+    # of dropout depends on the place of a key in the whole slab.
     first_key: int = 0  # the place of the first key of the call
     all_keys: int = 0  # the number of keys of the slab, in all calls
     interpret: bool | pltpu.InterpretParams = False  # True runs on any device, slowly
@@ -85,7 +87,8 @@ class SlabSettings(NamedTuple):
         """Returns x with zeros in the lanes of other heads.
 
         A product with x over the lanes is then a product of this head alone, although the other
-        factor has all heads. Products over 64 and over 128 lanes take the same time.
+        factor has all heads. This costs no time, because products over 64 lanes take as long as
+        products over 128.
         """
         if self.together == 1:
             return x
@@ -98,20 +101,23 @@ class SlabInputs(NamedTuple):
     """References to the inputs of a step, or their block specs; unused inputs are None."""
 
     q: Any  # [R, P]
-    # Keys and values are the slab [L, P], or three blocks [W, P] of a window: the cached block,
-    # which precedes the segment; the block before that of the queries; and that of the queries.
+    # Keys and values are the slab [L, P] or, for a window, three blocks [W, P]: the cached block,
+    # which precedes the segment; the block before the queries' block; and the queries' block.
     keys: tuple[Any, ...]
     values: tuple[Any, ...]
-    # The bias, float32: [G, L, R], or for windows [G, W + r, r], which all sub-tiles share and
-    # which hides the keys outside of the window.
+    # The bias, float32 [G, L, R]. For windows, it is [G, W + r, r]; all sub-tiles share this array,
+    # which also hides the keys outside of the window.
     bias: Any = None
-    # The keys that are seen: for all queries, float32 [1, L], zero for hidden keys; or, for each
-    # query, int8 [L, R], zero for hidden keys, or int32 [2, R], its first key and its last plus 1.
+    # The keys that are seen, in one of three forms:
+    #   float32 [1, L]: zero for keys that are hidden from all queries;
+    #   int8 [L, R]: zero for keys that are hidden from a query;
+    #   int32 [2, R]: the first key that a query sees, and the key after the last one.
     mask: Any = None
-    # The two words with which dropout of a query's weights is hashed (`dropout_hash.draw_words`),
-    # int32 [2, R]; or for windows the mask of a block, packed by `dropout_bits`, uint32 [_, W].
+    # For each query, two words from which the dropout of its weights is hashed, int32 [2, R]
+    # (`dropout_hash.draw_words`). For windows, instead the mask of dropout for a block, packed by
+    # `dropout_bits`, uint32 [_, W].
     dropout: Any = None
-    scale: Any = None  # The norm of queries, [1, 128]; None if they are not normalized.
+    scale: Any = None  # The norm to which queries are scaled, [1, 128]; None leaves them unscaled.
     # The following fields are for the backward pass only.
     gradient: Any = None  # The gradient of the output [R, P].
     lse: Any = None  # The bits of the log-sum-exp of each query's logits, uint32 [G, R].
@@ -120,7 +126,7 @@ class SlabInputs(NamedTuple):
     delta: Any = None
 
     def query(self, head: int, rows: slice, s: SlabSettings) -> tuple[Array, Array | None]:
-        """Returns a sub-tile's queries, and 1 / |q| of each if they are normalized, else None."""
+        """Returns a sub-tile's queries, and 1 / |q| of each query (None without normalization)."""
         x = s.only(head, self.q[rows])
         if self.scale is None:
             return x, None
@@ -137,8 +143,8 @@ class SlabInputs(NamedTuple):
 
     def _kept(self, head: int, tile: SubTile, keys: int, s: SlabSettings) -> Bool[Array, "C r"]:
         if s.window:
-            # The mask is by slots: slot c of a query is for key c of its own block, or of the block
-            # before, whichever of the two it sees.
+            # The mask has W slots for each query. Slot c is for key c of the query's own block or
+            # for key c of the block before; the query sees only one of these two keys.
             slots = dropout_bits.unpack(self.dropout[:, tile.rows], s.window).astype(jnp.int32)
             turned = jnp.concatenate([slots, slots], axis=0)[tile.keys]
             return turned > 0
@@ -152,8 +158,8 @@ class SlabGradients(NamedTuple):
     """References to the outputs of a step of the backward kernel, or their block specs."""
 
     q: Any
-    # The gradients of the slab [L, P], which the step of the last tile of queries writes; for
-    # windows those of the queries' own block [W, P].
+    # Without a window, the gradients of the slab's keys and values [L, P], which the step of the
+    # last tile of queries writes. With a window, the gradients of the queries' own block [W, P].
     keys: Any
     values: Any
     # The gradients of a window's cached block. If the kernel normalizes keys, `cached_keys` is the
@@ -172,8 +178,9 @@ class Slab(NamedTuple):
     values: Float[Array, "L P"]
     inverse: Float[Array, "L 1"] | None  # 1 / |k| of each key; None if keys are not normalized
     hidden: Float[Array, "L r"] | None  # added to logits: 0, or HIDDEN for masked keys
-    # For each row of the batch and part of the segment, the position of the first token of the
-    # part's document; cached tokens have negative positions.
+    # For each row of the batch and each part of the segment (`SlabSettings.part` tokens), the
+    # position of the first token of the document to which the part belongs. Cached tokens have
+    # negative positions.
     first: Any
     n: Array  # the index of the block in the segment
 
@@ -255,8 +262,9 @@ def forward_kernel(
             found.append((weights.astype(columns.dtype), kept_scale / divisor))
         return found
 
-    # The softmax of a sub-tile can be computed while the matrix units compute the logits of the
-    # next one, if the program has no product with the values between them.
+    # The weights of several sub-tiles are computed before the first product with the values. The
+    # softmax of a sub-tile can then be computed while the matrix units compute the logits of the
+    # next sub-tile.
     tiles = s.sub_tiles(s.forward_rows)
     span = (s.window + s.forward_rows) if s.window else slab.keys.shape[0]
     size = max(_MOST_WEIGHTS // (span * s.forward_rows * s.together), 1)
@@ -280,9 +288,12 @@ def backward_kernel(
     """Writes the gradients of a step to `results`.
 
     The gradients of keys and values are added up in `keys_sum` and `values_sum`, float32 [_, L, P].
-    The steps of a segment go from its last block to its first: with a window, the gradients of a
-    block are complete after its own step, and those of the block before stay in the sums. Without a
-    window, the sums of a row of the batch are complete after the last tile of queries.
+    The first axis has one entry, or one for each row of the batch if rows have several tiles.
+
+    With a window, the steps go from the last block of a segment to its first. After the step of a
+    block, the gradients of its keys and values are complete, and those of the block before stay in
+    the sums. Without a window, the sums of a row of the batch are complete after the last tile of
+    queries.
     """
     s = settings
     t, row, n = pl.program_id(1), pl.program_id(2), pl.num_programs(3) - 1 - pl.program_id(3)
@@ -343,8 +354,8 @@ def _add_head(
 ) -> Array:  # fmt: skip
     """Adds the contributions of a head's sub-tile to the gradients of keys, values, bias and scale.
 
-    Returns the gradient of the queries: [r, K], or [K, r] if `columns`, the transposed keys of the
-    slab, are given.
+    Returns the gradient of the queries. It is [K, r] if `columns`, the transposed keys of the slab,
+    is given, and [r, K] if `columns` is None, because a step has only one head.
     """
     (q, inverse), d_out = inputs.query(head, tile.rows, s), s.only(head, inputs.gradient[tile.rows])
     if s.rate:

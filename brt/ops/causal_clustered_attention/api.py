@@ -2,22 +2,24 @@
 
 In non-causal clustered attention (`brt.ops.clustered_attention`), clusters and their centroids
 depend on the complete sequence. Here, centroids are parameters, and each query chooses one of them.
-One softmax over all earlier tokens is merged from four parts:
+One softmax over all earlier tokens is merged from four parts. The token's own query attends to the
+keys of the first three, so their logits are exact:
 
-  window: the W keys that a sliding-window layer reads, exactly.
-  nearby: keys of the previous block that have left the window, exactly.
-  best: of all keys before the previous block, the R keys with the largest logits for the token's
-    centroid, exactly.
+  window: the W keys that a sliding-window layer reads.
+  nearby: the keys of the previous block that have left the window.
+  best: the R keys with the largest logits for the token's centroid, among all keys before the
+    previous block.
   rest: the other keys before the previous block. The centroid attends to them in place of the
     token, and their logits are corrected by the second term of Jensen's gap: the mean of exp(q.k)
     over queries q around a centroid c with variance var is about exp(c.k + var |k|^2 / 2).
 
-The memory, of constant size C (R + 1) per head, has the best keys of each centroid and one vector
-for the rest. If centroids were means of earlier queries, they would move from block to block, and
-the summary of a moved centroid would have to be computed again from all keys.
+The memory has the best keys of each centroid and one vector for the rest, so it has the constant
+size C (R + 1) per head. If centroids were means of earlier queries, they would move from block to
+block, and the summary of a moved centroid would have to be computed again from all keys.
 
-In shapes, a segment has T tokens in N blocks of W tokens, and Z = T + W counts the keys of the
-cached block and the segment. C is the number of centroids of a head, R of keys that each keeps.
+In shapes, a segment has T tokens in N blocks of W tokens, and Z = T + W is the number of keys of
+the cached block and the segment together. C is the number of centroids of a head, and R the number
+of keys that each centroid keeps.
 """
 
 import functools
@@ -66,12 +68,13 @@ def memory_scan(
     *,
     implementation: str | None = None,
 ) -> tuple[CentroidMemory, CentroidMemory]:
-    """Returns the memory that the block after the segment reads, and the memories that the N blocks
-    of the segment read, stacked on a first axis.
+    """Returns the memory that the block after the segment reads, and those for the segment itself.
+
+    The second result stacks, on a first axis, the memories that the N blocks of the segment read.
 
     Args:
-      keys, values: of the cached block (the last before the segment), then of the segment; without
-        rotary embedding.
+      keys, values: those of the cached block (the last block before the segment), followed by those
+        of the segment. They have no rotary embedding.
       cache_mask: False where block n begins a new document and reads an empty memory.
       past: the memory that the first block of the segment reads.
     """
@@ -97,11 +100,12 @@ def causal_clustered_attention(
     """Returns the attention output of every token over all earlier tokens.
 
     Args:
-      queries: already multiplied by any scale; without rotary embedding.
+      queries: already multiplied by any scale. They have no rotary embedding.
       window: the result of attention to each token's window.
       keys, values, cache_mask: as for `memory_scan`, whose second result is `pasts`.
       bias: added to the logits of all keys outside the window.
-      attend_to_self: whether a token's window ends with the token itself, or with the one before.
+      attend_to_self: True if a token's window ends with the token itself, False if it ends with
+        the token before.
     """
     inputs = FarInputs(queries, window, keys, values, cache_mask, pasts, centroids, bias)
     return dispatch.run(OP, implementation, inputs, attend_to_self=attend_to_self)

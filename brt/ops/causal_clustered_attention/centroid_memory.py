@@ -1,12 +1,13 @@
 """A memory of constant size for keys that queries no longer read individually.
 
-A block is added to the memory when the next block ends. Each centroid keeps, of the block's keys
-and the keys that it has kept so far, those with the largest logits. All others are added to a
-weighted sum, the result of the centroid's own attention to them. Nothing is ever removed from the
-sum, so every key counts exactly once.
+A block is added to the memory when the next block ends. Each centroid then chooses among the keys
+of the block and the keys that it has kept so far, and it keeps those with the largest logits. The
+values of all other keys are added to a weighted sum, which is the result of the centroid's own
+attention to these keys. Nothing is ever removed from the sum, so every key counts exactly once.
 
-In shapes, Q is the number of queries, C of centroids of a head, R of places for keys of a centroid
-(slots), and W of tokens of a block; M = R + W.
+In shapes, Q is the number of queries, C the number of centroids of a head, R the number of a
+centroid's slots (places for keys), W the number of tokens of a block, and M = R + W the number of
+keys from which a centroid chooses.
 """
 
 from typing import NamedTuple
@@ -37,16 +38,16 @@ class CentroidMemory(NamedTuple):
     The memory that a block reads covers all blocks before the previous one.
     """
 
-    # The R keys with the largest logits for the centroid, in descending order; zeros if there are
-    # fewer keys.
+    # The R keys with the largest logits for the centroid, in descending order of the logits. If
+    # there are fewer keys, the slots without a key are zeros.
     keys: Float[Array, "B H C R K"]
     values: Float[Array, "B H C R K"]
     # The centroid's float32 attention output over all other keys. The logit of such a key k for
     # centroid c is c.k + v |k|^2 / 2, with the centroid's variance v.
     rest: Float[Array, "B H C K"]
     lse: Float[Array, "B H C"]  # the float32 log-sum-exp of the logits of these other keys
-    # How many of the R slots hold a key. If the number is 0, the other arrays of this row of the
-    # batch have no meaning.
+    # The number of slots that hold a key, for each row of the batch. If it is 0, the other arrays
+    # have no meaning for this row.
     filled: Int[Array, " B"]
 
 
@@ -100,10 +101,10 @@ def memory_after(
     cache_mask: Bool[Array, " B"],
     centroids: Centroids,
 ) -> CentroidMemory:
-    """Adds a block: each centroid keeps the keys with the largest logits; others join the rest.
+    """Returns the memory after a block is added to it.
 
-    `cache_mask` is False where a document begins after the added block; the result is then an empty
-    memory.
+    Each centroid keeps the keys with the largest logits, and the other keys join the rest. Where a
+    document begins after the added block, `cache_mask` is False, and the result is an empty memory.
     """
     past = empty_memory_unless(past, cache_mask)
     slots, width = past.keys.shape[3], keys.shape[2]

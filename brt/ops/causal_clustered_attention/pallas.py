@@ -1,11 +1,12 @@
 """Causal clustered attention with a Pallas kernel, without sorting queries by centroid.
 
-The attention of a token to the keys before its window has three parts. The kernel computes two, in
-which each query sees a span of consecutive keys: the keys of the previous block that have left the
-window, and the keys that the query's centroid keeps. A query is multiplied with the keys of all
-centroids, and those of other centroids than its own are masked. Nothing is sorted or gathered,
-no logits are written to memory, and no gradient of a key is scattered. Plain XLA computes the third
-part, which is one vector for each query: its centroid's attention to the remaining keys.
+The attention of a token to the keys before its window has three parts. The kernel computes the two
+parts in which each query sees a span of consecutive keys: the keys of the previous block that have
+left the window, and the keys that the query's centroid keeps. A query is multiplied with the keys
+of all centroids, and all keys except those of the query's own centroid are masked. Nothing is
+sorted or gathered, no logits are written to memory, and no gradient of a key is scattered. Plain
+XLA computes the third part, the attention of the query's centroid to the remaining keys. This part
+is one vector for each query.
 
 The module `api` says what letters in shapes mean.
 """
@@ -112,7 +113,7 @@ def _attend_to_spans(
 
 
 def _own_sums(pasts: CentroidMemory, labels: Int[Array, "N B H W"]) -> AttentionPart:
-    """Returns, for each query, its centroid's attention to the keys that it does not keep."""
+    """Returns, for each query, `rest` and `lse` of the query's centroid (see `CentroidMemory`)."""
     flat = labels.reshape(-1, *labels.shape[2:])
 
     def gather(x: Float[Array, "N B H C K"]) -> Float[Array, "N B H W K"]:

@@ -1,6 +1,6 @@
-"""Causal clustered attention in float32, with the memory of a block computed from all keys before.
+"""Causal clustered attention in float32. The memory of each block is computed from all keys before.
 
-M is a number of keys; see `api` for the other axes.
+In shapes, M is the number of keys from which a centroid chooses; see `api` for the other axes.
 """
 
 import jax
@@ -66,8 +66,8 @@ def _memory_of_block(
 ) -> CentroidMemory:
     """Returns the memory that block `block` of the segment reads.
 
-    It is computed from `past` and the first `block` blocks of `keys`. These begin with the cached
-    block, so the block right before block `block` is not among them.
+    The memory is computed from `past` and the first `block` blocks of `keys`. As `keys` begin with
+    the cached block, the block right before block `block` is not among these blocks.
     """
     blocks, slots = cache_mask.shape[1], past.keys.shape[3]
     width = keys.shape[2] // (blocks + 1)
@@ -77,8 +77,8 @@ def _memory_of_block(
     there = jnp.concatenate([known, jnp.repeat(same[:, :block], width, axis=1)], axis=1)
     there = there[:, None, None]
 
-    # Each centroid chooses among its keys of the initial memory and those of the first `block`
-    # blocks, which are the same for all centroids.
+    # Each centroid chooses among the keys that it has in `past` and the keys of the first `block`
+    # blocks. Only the keys of the blocks are the same for all centroids.
     def with_new(past_part: Array, new_part: Array) -> Float[Array, "B H C M K"]:
         since = new_part[:, :, None, : block * width]
         since = jnp.broadcast_to(since, (*past_part.shape[:3], *since.shape[3:]))

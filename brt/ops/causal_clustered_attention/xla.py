@@ -1,7 +1,8 @@
 """Causal clustered attention in plain XLA, for all blocks at once.
 
 The tokens of a block are sorted by centroid, so that a centroid's keys are gathered once for
-several of its queries. Q is the number of queries of a block; see `api` for the other axes.
+several of its queries. In shapes, Q is the number of queries of a block; see `api` for the other
+axes.
 """
 
 import jax
@@ -73,14 +74,17 @@ def attend(inputs: FarInputs, *, attend_to_self: bool) -> Float[Array, "B T H K"
 def previous_blocks(
     keys: Float[Array, "B Z H K"], values: Float[Array, "B Z H K"], cache_mask: Bool[Array, "B N"]
 ) -> tuple[Float[Array, "N B H W K"], Float[Array, "N B H W K"]]:
-    """Returns keys and values of the block before each block; the first is the cached block."""
+    """Returns, for each block, the keys and values of the previous block.
+
+    The previous block of the first block is the cached block.
+    """
     blocks = cache_mask.shape[1]
     tokens = keys.shape[1] // (blocks + 1) * blocks
     return split_blocks(keys[:, :tokens], blocks), split_blocks(values[:, :tokens], blocks)
 
 
 def split_blocks(x: Float[Array, "B T H *K"], blocks: int) -> Float[Array, "N B H W *K"]:
-    """Returns x, split along its tokens into blocks of equal size, with the heads before them."""
+    """Returns x, split into N blocks, with the axis of heads before the axis of tokens."""
     cut = x.reshape(x.shape[0], blocks, -1, *x.shape[2:])
     return jnp.moveaxis(cut, (1, 3), (0, 2))
 
@@ -102,8 +106,8 @@ def attend_block(
 ) -> Float[Array, "B H Q K"]:
     """Returns the attention output of the queries of one block over all earlier tokens.
 
-    The keys are those of the previous block. `mask` is True where they have left a query's window
-    and the query may read them.
+    The keys are those of the previous block. `mask` is True where a key has left a query's window
+    and the query may read the key.
     """
     logits = einsum("bhqk,bhsk->bhqs", queries, keys) + bias[None, :, None, None]
     nearby = attend_to_part(jnp.where(mask[:, None], logits, MASKED), values)

@@ -5,8 +5,9 @@ attention output of its centroid. In improved clustered attention, each query co
 logits for the best keys of its cluster, the keys with the centroid's largest logits. Neither kind
 is causal, because the clusters and best keys depend on the complete sequence.
 
-In shapes, X is the number of keys, C of clusters; K and E are the sizes of a key and of a value,
-and O = T + X - 1 is the number of distances (key minus query) from 1 - T to X - 1.
+In shapes, X is the number of keys, and C the number of clusters. K is the size of a key, and E the
+size of a value. A distance is the position of a key minus the position of a query. There are
+O = T + X - 1 distances, from 1 - T to X - 1.
 """
 
 from functools import partial
@@ -63,8 +64,8 @@ def attend(
       queries: not yet multiplied by `scale`, the factor of the logits.
       valid: False for padding, which no query sees and which does not affect the result.
       config: there are at most T clusters and at most T best keys.
-      dropout: of the centroids' weights [B, H, C, T], which the members of a cluster share, and of
-        each query's own weights of the best keys.
+      dropout: applied to the centroids' weights [B, H, C, T], which the members of a cluster share,
+        and to each query's own weights of the best keys.
       bias: a relative position bias for each distance.
     """
     labels = cluster_queries(

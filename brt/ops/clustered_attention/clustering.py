@@ -1,9 +1,11 @@
 """Clustering of queries by k-means of their hash codes (Vyas et al. 2020, section 3.2).
 
-A code is a vector of +1 and -1, and the distance of two codes is the number of different bits.
-Codes are packed to words of 32 bits, because on CPUs this takes a quarter of the time of products.
+A code is a vector of +1 and -1, and the distance of two codes is the number of different bits. To
+compute distances, codes are packed to words of 32 bits, because on CPUs this takes a quarter of the
+time that products of the vectors take.
 
-In shapes, P is the number of bits of a code, W of its words, and C of clusters.
+In shapes, P is the number of bits of a code, W the number of its words, and C the number of
+clusters.
 """
 
 import jax
@@ -20,7 +22,7 @@ from brt.ops.top_k import top_k
 
 # A hash code has this many bits, as in the authors' code, which stores a code in a 64-bit integer.
 HASH_BITS = 63
-ITERATIONS = 5  # of k-means; the authors' code has 10
+ITERATIONS = 5  # k-means runs for this many iterations; the authors' code has 10
 
 
 def cluster_queries(
@@ -65,10 +67,12 @@ def kmeans(
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
     """Clusters hash codes by Lloyd's algorithm, with the number of different bits as the distance.
 
-    Returns the cluster of each code, or C for padding, and the centroids of the last of
-    `iterations` assignments, without gradients. A bit of a centroid is the majority of the
-    cluster's codes, -1 for a tie; empty clusters keep their centroid. Codes are not assigned to
-    clusters that are not `active`.
+    Codes are assigned to the nearest centroids `iterations` times. Between two assignments, each
+    bit of a centroid becomes the majority of this bit in the cluster's codes, or -1 for a tie.
+    Empty clusters keep their centroid. Codes are not assigned to clusters that are not `active`.
+
+    Returns the cluster of each code (C for padding), and the centroids to which the last assignment
+    refers. Neither of the two has a gradient.
     """
     codes, centroids = map(jax.lax.stop_gradient, (codes, centroids))
     inputs = Codes(codes, valid, centroids, active)

@@ -16,7 +16,8 @@ class ClusteredConfig:
     kind: str
     clusters: int  # the number of clusters of a head's queries; short sequences have fewer
     top_k: int  # the number of keys for which the members of a cluster compute their own logits
-    # True stops the gradient of the total weight of the `top_k` keys, which is the centroid's.
+    # The `top_k` keys together get the weight that the centroid gives them; True stops the gradient
+    # of this weight.
     mass_stop_gradient: bool
 
     def cluster_count(self, labels: Int[Array, "B H T"]) -> int:

@@ -1,4 +1,4 @@
-"""Locality-sensitive hashing: bit p of a code, +1 or -1, is the side of random plane p."""
+"""Locality-sensitive hashing: bit p of a code says on which side of random plane p a vector is."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,10 @@ from jaxtyping import Array, Bool, Float
 
 
 class Planes(NamedTuple):
-    """Random planes, shared by all heads and examples: points x with x . normal = offset."""
+    """Random planes, shared by all heads and examples.
+
+    A plane has the points x with x . normal = offset.
+    """
 
     normals: Float[Array, "P K"]
     offsets: Float[Array, " P"]

@@ -1,10 +1,11 @@
-"""Sums over the queries of each cluster, copies back to the queries, and tiles of sorted queries.
+"""Sums over the queries of clusters, copies of clusters' vectors for queries, and tiles of queries.
 
 The queries of a head are sorted by cluster and laid out in N tiles of M slots. Each tile belongs to
 one cluster, and only the last tile of a cluster has empty slots. An array that the queries of a
 cluster share is therefore read once per tile, and products with it are dense. The functions come in
-pairs, each the transpose and thus the backward pass of the other, so none scatters T rows. The
-label of a query is the index of its cluster; padding has the label C, the number of clusters.
+pairs. Each function of a pair is the transpose of the other and therefore its backward pass, so no
+backward pass scatters vectors to T queries. The label of a query is the index of its cluster;
+padding has the label C, the number of clusters.
 """
 
 from functools import partial
@@ -34,7 +35,7 @@ def tile_size(tokens: int, clusters: int) -> int:
 
 
 def build_tiles(labels: Int[Array, "B H T"], *, clusters: int, size: int) -> QueryTiles:
-    """Assigns queries to tiles of `size` slots, which suffice for clusters of any sizes.
+    """Assigns queries to tiles of `size` slots. There are enough tiles for clusters of any sizes.
 
     A tile has queries of one cluster only. Queries with labels from `clusters` on get no tile.
     """

@@ -1,9 +1,9 @@
 """Clustered and improved clustered attention, with a Pallas kernel for the attention of centroids.
 
 The centroids of the clusters attend to the keys like queries, so the kernels of masked attention
-compute their attention, forward and backward (`brt.ops.masked_attention`). Their weights [C, X]
-never leave the chip. Sums over clusters, the search for the best keys, and in improved clustered
-attention the attention of the queries to the best keys, stay in plain XLA.
+compute their attention, forward and backward (`brt.ops.masked_attention`). The weights [C, X] of
+the centroids never leave the chip. Plain XLA computes all else: the sums over clusters and, for
+improved clustered attention, the best keys and the attention of the queries to the best keys.
 """
 
 import functools
@@ -28,7 +28,10 @@ _TILE = 128  # Centroids and keys are padded to a multiple of this number.
 def feature_refusal(
     inputs: ClusterInputs, config: ClusteredConfig, *, dropout: Any = None
 ) -> str | None:
-    """Returns why no kernel supports these settings, or None; interpreters take all sizes."""
+    """Returns why no kernel supports these settings, or None.
+
+    Sizes are not checked here, because interpreted kernels take all sizes.
+    """
     if inputs.bias is not None:
         return "has no bias of distances"
     return dispatch.dropout_refusal(dropout=dropout)
@@ -77,7 +80,7 @@ def _attend(
     backend: str,
     **options: Any,
 ) -> AttentionPart:
-    """Returns the attention of the centroids to the keys that they have `seen`.
+    """Returns the attention of the centroids to the keys that they see, where `seen` is True.
 
     The arguments are those of `xla.CentroidAttention`. `logits` are not used, because the kernels
     compute them. `options` may have `interpret`, an argument of the kernels.
@@ -87,7 +90,7 @@ def _attend(
     # so heads become rows.
     by_head = jnp.broadcast_to(seen, (batch, heads, *seen.shape[2:]))
     mask = _padded(by_head, 3) if seen.shape[2] == 1 else _padded(_padded(by_head, 3), 2)
-    # The TPU's kernels read heads of 64 in pairs, and a row has one head here.
+    # The TPU's kernels read heads of 64 in pairs. A row has one head here, so its size is padded.
     spare = -width % LANES if backend == "tpu" else 0
     q, k, v = (
         _padded(jnp.pad(x, ((0, 0),) * 3 + ((0, spare),)), 2)

@@ -1,4 +1,4 @@
-"""Clustered attention, its hash and its k-means, with all weights [B, H, T, X] at once."""
+"""Clustered attention, computed with all weights [B, H, T, X] at once; hash codes and k-means."""
 
 from functools import partial
 
@@ -71,7 +71,7 @@ def _kmeans(
 def _same_cluster(
     labels: Int[Array, "B H T"], config: ClusteredConfig
 ) -> tuple[Bool[Array, "B H T T"], Bool[Array, "B H T 1"]]:
-    """Returns which pairs of queries share a cluster, and which queries are no padding."""
+    """Returns two masks: pairs of queries that share a cluster, and queries other than padding."""
     real = labels < config.cluster_count(labels)
     same = labels[..., :, None] == labels[..., None, :]
     return same & real[..., None, :], real[..., None]
@@ -87,7 +87,7 @@ def _logits(queries: Float[Array, "B H T K"], keys: Float[Array, "B H X K"]) -> 
 
 
 def _pair_bias(bias: Float[Array, "H O"] | None, queries: Array, keys: Array) -> Array:
-    """Returns each pair's bias [B, H, T, S] from a bias by offset (key - query); 0 without one."""
+    """Returns the bias [B, H, T, X] of each pair of a query and a key; 0 if `bias` is None."""
     tokens, count = queries.shape[2], keys.shape[2]
     if bias is None:
         return jnp.zeros((*queries.shape[:3], count), queries.dtype)

@@ -2,8 +2,8 @@
 
 The logits of a cluster are the means of its members' logits, including their biases. The mean blurs
 the distances; the best keys of improved clustered attention get the exact bias of every query. The
-argument `row` has the bias of each distance. R is the number of best keys, and N of tiles of M
-queries of one cluster; see `api` for the other axes.
+argument `row` has the bias of each distance. In shapes, R is the number of best keys, N the number
+of tiles, and M the number of slots of a tile (`members`); see `api` for the other axes.
 """
 
 import jax

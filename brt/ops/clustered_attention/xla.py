@@ -31,7 +31,7 @@ from brt.ops.top_k import largest, take
 
 
 class BestKeys(NamedTuple):
-    """The best keys of each cluster, which are the keys with the largest logits of its centroid."""
+    """The best keys of each cluster: the keys with the largest logits for its centroid."""
 
     indices: Int[Array, "B H C R"]
     # False for slots without a key, if there are fewer than R valid keys
@@ -40,9 +40,9 @@ class BestKeys(NamedTuple):
     mask: Bool[Array, "B H C X"]
 
 
-# A function that returns the attention of the centroids [B, H, C, K] to the keys that they see. Its
-# further arguments are the keys and values, a mask that is True where a centroid sees a key, the
-# logits, for functions that do not compute them from the centroids, and dropout.
+# A function that returns the attention of the centroids to the keys that they see. Its arguments
+# are the centroids [B, H, C, K], the keys, the values, a mask that is True where a centroid sees a
+# key, the logits (for functions that do not compute them from the centroids), and dropout.
 CentroidAttention = Callable[
     [Array, Array, Array, Bool[Array, "B #H #C X"], Float[Array, "B H C X"], Dropout | None],
     AttentionPart,
@@ -97,8 +97,8 @@ def _improved_clustered(
 ) -> Float[Array, "B H T E"]:
     """Returns improved clustered attention (section 3.3).
 
-    `dropout.part(0)` is for each query's weights of the best keys, `dropout.part(1)` for the
-    weights of the centroids, whose attention to the other keys `attend` computes.
+    `attend` computes the attention of the centroids to the other keys. `dropout.part(0)` is for the
+    weights that queries give the best keys, and `dropout.part(1)` for the weights of the centroids.
     """
     queries, keys, values, valid, labels, bias = inputs
     tokens, clusters = labels.shape[-1], config.cluster_count(labels)
@@ -137,7 +137,8 @@ def _best_keys_lse(
     mean_bias: Float[Array, "B H C X"] | None,
 ) -> Float[Array, "B H C"]:
     """Returns the log-sum-exp of each centroid's logits of the best keys of its cluster."""
-    # The paper gives the best keys the same total weight for each member of the cluster.
+    # The paper gives the best keys the same total weight for each member of the cluster, so the
+    # centroid determines this weight.
     logits = matmul_nt(centroids[..., None, :], best_keys)[..., 0, :]
     if mean_bias is not None:
         logits += jnp.take_along_axis(mean_bias, best.indices, axis=-1)

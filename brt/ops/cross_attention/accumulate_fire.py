@@ -34,9 +34,10 @@ def fire(membrane: Float[Array, "*B K K"], threshold: Scalar) -> Float[Array, "*
 def accumulate_fire(
     inputs: Float[Array, "M B H K K"], counts: Int[Array, " B"], leak: Scalar, threshold: Scalar
 ) -> tuple[Float[Array, "M B H K K"], Scalar]:
-    """Returns the outputs R at every segment, and the fraction of them that is above 0.
+    """Returns the outputs R at every segment, and the fraction of the outputs that is above 0.
 
-    The fraction is over the existing segments (`counts`) of a source, averaged over sources.
+    The fraction is computed over the existing segments (`counts`) of each source, and then averaged
+    over the sources.
     """
     outputs = _accumulate_fire(inputs, leak, threshold)
     counted = jnp.arange(inputs.shape[0])[:, None] < counts[None]

@@ -97,7 +97,7 @@ def attend(
       valid: False for padding, which no softmax reads. A source without valid positions gives
         zeros, unless `config.counts_padding` includes padding in recurrences and means of segments.
       t0: 0 in training. If t0 is an array, every query is multiplied with the keys of all segments,
-        because its segment is not known at trace time.
+        because the segment of a query is not known at trace time.
       target_length: the number of target positions of the padded batch, among which
         `config.counts_padding` distributes the segments; None in decoding, where `config.q_ref`
         takes its place.

@@ -1,6 +1,6 @@
 """Kinds of cross-attention that the paper of SRformer compares `srformer` with (see `api`).
 
-`xl_memory` follows the paper's code, and `local_global` follows LongT5 in that code. In
+`xl_memory` follows the paper's code, and `local_global` the LongT5 of that code. In
 `transformer_xl`, the previous segment has no gradient. In shapes, B is the number of sources, X of
 source positions, M of segments, S of positions of a segment, and A = H * K.
 """
@@ -25,7 +25,7 @@ class RnnWeights(NamedTuple):
 
 
 def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H K"]:
-    """Returns the RNN's state at every position, whose vectors concatenate all heads."""
+    """Returns the RNN's state at every position; the RNN joins the heads of x to one vector."""
     batch, length, heads, width = x.shape
     inputs = dense(x.reshape(batch, length, heads * width), weights.input_kernel)
     inputs = inputs + weights.bias.astype(x.dtype)[None, None]
@@ -48,9 +48,10 @@ def with_previous(
 ) -> Float[Array, "M B H Y K"]:
     """Puts the memory of the previous segment before the keys or values of each segment.
 
-    A memory has a vector for each position, so Y = 2S. The first segment's own memory precedes it,
-    as in the original code. If `memory` is None, the memory of a segment is the segment itself,
-    without a gradient, and zeros, which `previous_mask` masks, precede the first segment.
+    A memory has a vector for each position, so Y = 2S. The first segment is preceded by its own
+    memory, as in the original code. If `memory` is None, the memory of a segment is the segment
+    itself, without a gradient. The first segment is then preceded by zeros, which `previous_mask`
+    must mask.
     """
     if memory is None:
         memory = jax.lax.stop_gradient(segments)
@@ -63,7 +64,7 @@ def with_previous(
 def previous_mask(mask: Bool[Array, "M B S"], *, first: bool) -> Bool[Array, "M B Y"]:
     """Returns which keys in the result of `with_previous` may be read.
 
-    `first` says whether the first segment may read the memory before it.
+    `first` is True if the first segment may read the memory before it.
     """
     front = mask[:1] & first
     return jnp.concatenate([jnp.concatenate([front, mask[:-1]]), mask], axis=2)
@@ -74,7 +75,7 @@ def segment_means(
     values: Float[Array, "M B H S K"],
     counted: Bool[Array, "M B S"],
 ) -> SharedKeys:
-    """Returns the means of every segment over its `counted` positions, as keys for all targets.
+    """Returns the means of every segment over its `counted` positions, as shared keys.
 
     Segments without counted positions are masked in the result.
     """

@@ -3,13 +3,14 @@
 The state R of a segment summarizes the other segments, and accumulate-and-fire neurons compute it
 from segment to segment. A cache has one of two forms:
 
-  table: the cache has all states R, M H K^2 numbers per source. This is half as many as its keys
-    and values for S = K, and four times as many for S = K / 8.
-  carry: the cache has the neurons at the current segment, 3 H K^2 numbers. Decoding computes them
-    once for each segment that it reaches.
+  table: the cache has all states R, M H K^2 numbers per source. This is half as many as the keys
+    and values of the source have for S = K, and four times as many for S = K / 8.
+  carry: the cache has the neurons at the current segment, 3 H K^2 numbers. Decoding advances the
+    neurons once for each segment that it reaches.
 
 The setting "auto" selects the table if it is not larger than the keys and values. A reordering of
-beams does not change the cache. In shapes, M is the number of segments of S positions.
+beams does not change the cache. In shapes, M is the number of segments of S positions, N of beams,
+and P of target positions.
 """
 
 from typing import NamedTuple
@@ -52,7 +53,8 @@ class NeuronCarry(NamedTuple):
 class CrossCache(NamedTuple):
     """The arrays that decoding steps read, computed once for each source.
 
-    Only the field `carry` changes. `table` and `carry` are None for kinds without a recurrence.
+    Only the field `carry` changes during decoding. `table` and `carry` are None for kinds without a
+    recurrence.
     """
 
     keys: Float[Array, "B M H S K"]
@@ -112,8 +114,8 @@ def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossConfig) -> 
     """Returns the cache with its neurons advanced to the segment that target position t reads.
 
     The function `step` also advances the neurons but does not return them, so without `advance`
-    every step does it again. t must not decrease from call to call. Only the field `carry` changes;
-    without a carry, the cache stays as it is.
+    every step advances them again. t must not decrease from call to call. Only the field `carry`
+    changes. A cache without a carry is returned as it is.
     """
     if cache.carry is None:
         return cache
@@ -169,7 +171,7 @@ def step(
     """Returns the result of `api.attend` for T target positions from t on, for all beams.
 
     The cache comes from `prefill`, or from `advance` to a position up to t. If beams are reordered,
-    it stays as it is, because all beams of a source share it.
+    the cache need not change, because all beams of a source share it.
     """
     t = jnp.asarray(t, jnp.int32)
     batch, beams, length, heads, width = queries.shape

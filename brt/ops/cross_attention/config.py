@@ -15,10 +15,10 @@ class CrossConfig:
     kind: Literal["full", "segmented", "srformer", "xl_memory", "transformer_xl", "local_global"]
     segment_size: int  # the number of source tokens in a segment
     q_ref: int  # the number of target positions over which the segments are distributed
-    # True counts padding as tokens, as the authors' code does: in the number of segments of a
-    # source, in the recurrence's sums, in the means of segments, in the inputs of the RNN, and, in
-    # training, in the number of target positions over which the segments are distributed (instead
-    # of `q_ref`).
+    # True counts padding as tokens, as the authors' code does. This concerns the number of segments
+    # of a source, the recurrence's sums, the means of segments and the inputs of the RNN. In
+    # training, the segments are then distributed over all target positions of the padded batch,
+    # instead of over `q_ref` positions.
     counts_padding: bool
     use_segment: bool  # False omits the softmax attention to the segment
     use_raf: bool  # True passes the recurrence's sums through recurrent accumulate-and-fire neurons

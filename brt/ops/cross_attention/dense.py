@@ -24,7 +24,7 @@ def read_states(
 ) -> Float[Array, "B T H K"]:
     """Returns the product of each query and the state of its segment."""
     count, batch, heads, width = states.shape[:4]
-    # `masked_queries` [B, H, T, M, K] has a copy of every query for each segment, which is zero
+    # `masked_queries` [B, H, T, M, K] has a copy of every query for each segment. The copy is zero
     # unless the query belongs to the segment. In one product with the states of all segments, a
     # query therefore reads only the state of its segment.
     is_own = segment[:, None, :, None] == jnp.arange(count)[None, None, None]
@@ -36,7 +36,7 @@ def read_states(
 
 
 class SegmentKernels(NamedTuple):
-    """Kernels for the form "dense", besides that of masked attention, and for the recurrence."""
+    """Kernels of the recurrence, and of the form "dense" in addition to masked attention."""
 
     read_states: Callable[..., Array] = read_states
     unit: int = 1  # The numbers of queries and of keys must be multiples of this number.
@@ -55,9 +55,9 @@ def attend_densely(
     dropout: Dropout | None,
     kernels: SegmentKernels | None,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query, where `own` is the segment of each query.
+    """Returns the attention output of every query; `own` has the segment of each query.
 
-    None as `kernels` selects plain XLA.
+    If `kernels` is None, plain XLA is used.
     """
     windows, recurrence = source.windows, source.recurrence
     if kernels is not None and windows.shared is None:

@@ -9,7 +9,8 @@ and then processes the segments in reverse order. As in `accumulate_fire`, the c
 potential with the threshold has no gradient.
 
 In shapes, B is the number of sources, M of segments, S of source positions of a segment, H of
-heads, and K of numbers of a head.
+heads, K of numbers of a head, N of groups of heads, and P = H K / N of numbers of the heads of a
+group.
 """
 
 import functools
@@ -44,7 +45,7 @@ from brt.ops.dispatch import output_residual
 from brt.ops.tpu import LANES, parallel_heads, vmem_refusal
 
 _HEAD_DIMS = (64, 128)
-# Kinds of cross-attention that need only the kernel of masked attention, not that of this module.
+# These kinds of cross-attention need only the kernel of masked attention, not that of this module.
 WITHOUT_RECURRENCE = "full", "segmented"
 
 
@@ -126,7 +127,7 @@ interpreted = functools.partial(recurrence, interpret=True)
 
 
 class _Arguments(NamedTuple):
-    """The arrays of one device that states are computed from."""
+    """The arrays of one device from which the states are computed."""
 
     keys: Float[Array, "B M S HK"]
     values: Float[Array, "B M S HK"]
@@ -160,7 +161,7 @@ def _local(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _run_neurons(arguments: _Arguments, settings: NeuronKernelSettings) -> NeuronKernelOutputs:
-    """Returns states [B, N, M, K, P] and sums [B, N, 1, P] of N groups with P = H K / N numbers."""
+    """Returns the states [B, N, M, K, P] of all segments, and two sums [B, N, 1, P]."""
     return _forward(arguments, settings)[0]
 
 

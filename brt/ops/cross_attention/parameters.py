@@ -55,7 +55,7 @@ def specifications(
 
 
 def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> CrossParameters:
-    """Converts nested dictionaries of arrays, which have the keys of `specifications`."""
+    """Converts nested dictionaries with the keys of `specifications` to `CrossParameters`."""
     kinds = {
         "raf": RecurrenceParameters,
         "memory_keys": RnnWeights,
@@ -91,7 +91,7 @@ def _uniform(bound: float) -> Callable[..., Array]:
 def _raf(config: CrossConfig, head_dim: int) -> dict[str, ParameterSpec]:
     constant, results = jax.nn.initializers.constant, {}
     # The authors' T5 keeps PyTorch's initialization of linear layers. Their BART is initialized as
-    # Hugging Face's BART is, and its neurons remember longer.
+    # Hugging Face's BART is, and the greater leak lets its neurons remember longer.
     kernel, leak = {
         "t5": (_uniform(head_dim**-0.5), 0.1),
         "bart": (jax.nn.initializers.normal(0.02), 0.5),

@@ -24,7 +24,7 @@ class RecurrenceParameters(NamedTuple):
     Parameters that the configuration does not use are None.
     """
 
-    # The matrix W, from value features to the inputs of the neurons.
+    # The matrix W, which maps value features to inputs of the neurons.
     kernel: Float[Array, "K K"] | None = None
     leak: Float[Array, ""] | None = None
     threshold: Float[Array, ""] | None = None
@@ -42,7 +42,7 @@ class RecurrentStates(NamedTuple):
 
 
 class NeuronMetrics(NamedTuple):
-    """Metrics of the accumulate-and-fire neurons to log; None without neurons."""
+    """Metrics of the accumulate-and-fire neurons, for logging; all are None without neurons."""
 
     firing_rate: Float[Array, ""] | None = None  # the fraction of R above 0
     leak: Float[Array, ""] | None = None
@@ -81,10 +81,10 @@ def key_value_sums(
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> Float[Array, "*B K K"]:
-    """Returns the float32 product A_j = K_j^T V_j W of each segment's keys and values and of W.
+    """Returns the float32 product A_j = K_j^T V_j W for the keys and values of each segment.
 
-    The factor W is left out without neurons, and if `config.clamp` is set: sums must then be
-    clamped before `neuron_inputs` multiplies them by W.
+    Without neurons, the factor W is left out. It is also left out if `config.clamp` is set, because
+    the sums must then be clamped before `neuron_inputs` multiplies them by W.
     """
     if config.use_raf and not config.clamp:
         values = matmul(values, parameters.kernel)
@@ -97,11 +97,11 @@ def neuron_inputs(
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> Float[Array, "M *B K K"]:
-    """Returns the neurons' inputs X_j = P_j W of every segment j; P_j without neurons.
+    """Returns the neurons' inputs X_j = P_j W for every segment j, or P_j if there are no neurons.
 
     P_j is the sum of the products A_i over all segments i other than j, or A_j itself if
-    `config.kv_source` is "segment". If `config.clamp` is set, A_j and their sum `total` are first
-    clipped to this bound; otherwise, the products already contain W.
+    `config.kv_source` is "segment". If `config.clamp` is set, the products and their sum `total`
+    are first clipped to this bound. If not, the products already contain W.
     """
     if config.clamp:
         products, total = (jnp.clip(x, -config.clamp, config.clamp) for x in (products, total))
@@ -117,8 +117,8 @@ def output_scale(
 ) -> Float[Array, "B H 1 K"] | None:
     """Returns the factor of each feature of the recurrence's output, or None for the factor 1.
 
-    It is the gate, divided by the norm of the feature over all keys of the source if `config.norm`
-    is "feature". `squares` is the result of `key_squares`, if it is already known.
+    The factor is the gate or 1. If `config.norm` is "feature", the factor is divided by the norm of
+    the feature over all keys of the source. `squares` is the result of `key_squares`, if known.
     """
     gate, scale = parameters.gate, None
     if config.norm == "feature":
@@ -132,7 +132,7 @@ def output_scale(
 
 
 def key_squares(keys: Float[Array, "M B H S K"]) -> Float[Array, "B H 1 K"]:
-    """Returns, for each feature, the sum of its square over all source positions."""
+    """Returns, for each feature of the keys, the sum of its squares over all source positions."""
     squares = jnp.square(keys.astype(jnp.float32))
     # The sum over positions is a matrix product with ones, which is faster on XLA's CPU backend.
     ones = jnp.ones((*keys.shape[:3], 1, keys.shape[3]), jnp.float32)

@@ -50,7 +50,8 @@ def first_position(segment: Array | int, count: Array | int, q: int) -> Array | 
 
 def most_positions(count: int, end: int, q: int) -> int:
     """Returns an upper bound of how many positions before `end` share one of `count` segments."""
-    # All positions after the last regular one read the last segment, too.
+    # Position q and all later positions read the last segment, too, so it may have more positions
+    # than the other segments.
     return min(max(-(-q // count), end - int(first_position(count - 1, count, q))), end)
 
 
@@ -80,7 +81,7 @@ def segment_index(
 
 
 def split_segments(x: Shaped[Array, "B X *R"], size: int) -> Shaped[Array, "M B S *R"]:
-    """Divides a source into segments of `size` positions; zeros fill up the last one."""
+    """Divides a source into segments of `size` positions; zeros fill up the last segment."""
     batch, length, *rest = x.shape
     count = -(-length // size)
     x = jnp.pad(x, ((0, 0), (0, count * size - length), *((0, 0) for _ in rest)))

@@ -3,8 +3,8 @@
 A step of the grid handles one source and a group of heads, which fill the 128 lanes of a register.
 It multiplies the queries with the states of all segments. For the product with the state of a
 segment, the queries of all other segments are set to zero. A group of two heads of size 64 is
-multiplied with a block-diagonal matrix, so queries and outputs stay where the projections read and
-write them. The states are read as `pallas_tpu.recurrence` writes them.
+multiplied with a block-diagonal matrix, so queries and outputs need no copies: they have the layout
+that the projections write and read. The states are read as `pallas_tpu.recurrence` writes them.
 
 In shapes, B is the number of sources, T of queries of a source, M of segments, H of heads, N of
 groups of heads, and K of numbers of a head. P is the total width of the heads of a group, 128 on
@@ -27,8 +27,9 @@ from brt.ops import dispatch
 from brt.ops.tpu import LANES, NN, NT, TN, dot_float32, parallel_heads, unrolled_loop
 
 Interpret = bool | pltpu.InterpretParams
-# A step of the grid has all queries of a source. These fit into VMEM on all chips. The states take
-# less memory than the arrays of `pallas_tpu.recurrence`, which computes them.
+# A step of the grid has all queries of a source. This many queries fit into VMEM on all chips. The
+# states always fit, because they take less memory than the arrays of `pallas_tpu.recurrence`, which
+# computes them.
 MOST_QUERIES = 2048
 
 
@@ -137,7 +138,7 @@ def _is_own(height: int, width: int, wide: int) -> Array:
 
 
 def _block_diagonal(state: Float[Array, "K P"]) -> Float[Array, "P P"]:
-    """Returns the block-diagonal matrix of the matrices K x K of a group of heads."""
+    """Returns the block-diagonal matrix of the matrices K x K in `state`, one per head."""
     width, wide = state.shape
     if width == wide:
         return state

@@ -70,8 +70,8 @@ class NeuronKernelGradients(NamedTuple):
     # [K, P], the gradient of W for each head. This field and the next are float32 sums over all
     # sources, to which each step adds its contribution.
     kernel: Any
-    # [2, P], the gradients of leak and threshold, of which each column has a part; the sum of all
-    # columns is the gradient.
+    # [2, P], the gradients of leak and threshold. Each column has only a part; the caller adds up
+    # all columns.
     neuron: Any
 
 
@@ -139,8 +139,8 @@ def backward_kernel(
         return _reset(own[j], neuron)
 
     def potential_backward(i: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        # The carry has the gradient of the potential of the segment that was processed last, and
-        # the sums so far of the gradients of the neurons' inputs, of the leak and of the threshold.
+        # The carry has the gradient of the potential of segment j + 1, and three sums over the
+        # segments after j: the gradients of the neurons' inputs, of the leak and of the threshold.
         j = count - 1 - i
         later, d_total, d_leak, d_threshold = carry
         above = own[j] * inverse - 1 > 0
@@ -176,7 +176,7 @@ def backward_kernel(
 def _segment_sums(
     inputs: NeuronKernelInputs, own: Any, settings: NeuronKernelSettings
 ) -> tuple[Array, Array]:
-    """Writes A_j, the sum of k v^T over segment j, to `own`; returns sum_j A_j and sums of k^2."""
+    """Writes A_j of each segment j to `own`; returns the sums of all A_j and of squared keys."""
 
     def add_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         keys = inputs.keys[j]
@@ -206,7 +206,7 @@ def _head_index(width: int, wide: int) -> Array:
 
 
 def _diagonal_blocks(x: Float[Array, "P P"], settings: NeuronKernelSettings) -> Float[Array, "K P"]:
-    """Returns the products of each head with itself from the products of all pairs of heads."""
+    """Returns the products of each head with itself; x has the products of all pairs of heads."""
     width, wide = settings.width, x.shape[1]
     results, head = x[:width], _head_index(width, wide)
     for i in range(1, wide // width):

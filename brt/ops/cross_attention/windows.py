@@ -61,7 +61,10 @@ def with_shared(
     shared: SharedKeys | None,
     axis: int,
 ) -> tuple[Float[Array, "*B H Z K"], Float[Array, "*B H Z K"], Bool[Array, "*B Z"]]:
-    """Returns keys, values and mask with `shared` appended; `axis` is the axis of windows."""
+    """Returns keys, values and mask of windows, with `shared` appended to those of each window.
+
+    `axis` is the axis of windows, which the arrays of `shared` do not have.
+    """
     if shared is None:
         return keys, values, mask
 
@@ -90,8 +93,8 @@ def attend_to_window(
 ) -> Float[Array, "*B H Q K"]:
     """Returns the softmax attention to windows; zeros for a query without a usable key.
 
-    The mask has no axis of queries if it is the same for all. `lanes` is the index of the batch
-    axis of `queries`; dropout draws other random numbers for each row.
+    The mask has no axis of queries if all queries share it. `lanes` is the index of the batch axis
+    of `queries`. Dropout draws different random numbers for each row of the batch.
     """
     factors = None
     if dropout is not None:
@@ -123,8 +126,8 @@ def combine_outputs(
 ) -> Float[Array, "*B"]:
     """Returns sigma * attended + (1 - sigma) * recurrent * scale.
 
-    Both have the weight 1 if `sigma` is None, and `scale` is 1 if it is None. If `attended` or
-    `recurrent` is None, the result is the other one, without sigma.
+    If `sigma` is None, both have the weight 1. If `scale` is None, the factor 1 takes its place. If
+    `attended` is None, the result is recurrent * scale; if `recurrent` is None, it is `attended`.
     """
     if recurrent is not None and scale is not None:
         recurrent = recurrent * scale.astype(recurrent.dtype)

@@ -7,7 +7,8 @@ Attention is computed in one of two forms:
   slots: every query is multiplied with the window of its own segment only. For this, the queries of
     a source are sorted into M rows, and all queries of a row read the same segment. A row has G
     places for queries, its slots. A source of m <= M segments has M // m rows for each of its
-    segments, and the last segment also has the remaining rows. Keys are never gathered for a query.
+    segments, and the last segment also has the remaining rows. Keys are never gathered for single
+    queries.
 
 In shapes, M is the largest number of segments of a source, and S of keys of a window.
 """
@@ -48,7 +49,7 @@ def attend(
     dropout: Dropout | None,
     kernels: SegmentKernels | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Implements `api.attend`; where `kernels` apply, `training_form` "auto" means "dense"."""
+    """Implements `api.attend`; if `kernels` can be used, the form "auto" means "dense"."""
     queries, learned = inputs.queries, inputs.parameters.raf
     windows = build_windows(*inputs[1:], config)
     source, aux = Source(windows, config.use_segment, sigma=learned.sigma), NeuronMetrics()
@@ -73,8 +74,8 @@ def _is_dense(
     form: str, kernels: SegmentKernels | None, count: int, length: int, t0: int | Array,
     q: int,
 ) -> bool:  # fmt: skip
-    # The form with slots is impossible for an array t0, because the number of slots of a row
-    # depends on its value, which is not known at trace time.
+    # The form with slots is impossible if t0 is an array: the number of slots of a row depends on
+    # the value of t0, which is not known at trace time.
     if not isinstance(t0, int) or (form == "auto" and kernels is not None):
         return True
     if count == 1:
@@ -87,7 +88,7 @@ def _is_dense(
 def slots_per_row(count: int, length: int, t0: int, q: int) -> int:
     """Returns G, the number of slots that a row needs if sources have 1 to `count` segments."""
 
-    # This is the largest number of queries of a segment, divided by its rows.
+    # This is the largest number of queries of a segment, divided by the segment's number of rows.
     def needed_slots(segments: int) -> int:
         stay = min(most_positions(segments, t0 + length, q), length)
         return -(-stay // (count // segments))
@@ -99,7 +100,7 @@ class SlotAssignment(NamedTuple):
     """The assignment of the queries of each source to Y = M * G slots, G for each of M rows."""
 
     segment: Int[Array, "B M"]  # the segment that each row reads
-    query_of_slot: Int[Array, "B Y"]  # an arbitrary query for unused slots
+    query_of_slot: Int[Array, "B Y"]  # the query of each slot; an arbitrary one for unused slots
     slot: Int[Array, "B T"]  # the slot of each query
 
 
@@ -153,9 +154,10 @@ def _attend_by_slots(
 def _repeat_segments(
     x: Shaped[Array, "M B *R"], segment: Int[Array, "B M"]
 ) -> Shaped[Array, "M B *R"]:
-    """Returns x by row: for row r of a source, the x of the segment that it reads, segment[r]."""
+    """Returns x by row instead of by segment: row r of a source has the x of segment[r]."""
     # TPUs gather row by row, which takes twenty times as long as an exact product with zeros and
-    # ones. Sources stay the second axis and on their device; `vmap` would move them.
+    # ones. In both cases, the axis of sources stays the second one, so that sources stay on their
+    # devices. `vmap` would move this axis.
     if dispatch.policy().gathers_by_product:
         ones = jax.nn.one_hot(segment, len(x), dtype=jnp.promote_types(x.dtype, jnp.bfloat16))
         results = jnp.einsum("bom,mb...->ob...", ones, x.astype(ones.dtype), precision="highest")

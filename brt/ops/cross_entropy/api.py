@@ -1,7 +1,7 @@
 """Cross-entropy loss and token scores over a vocabulary, without storing all logits at once.
 
 In shapes, D is the size of a token's vector, and V the number of tokens of the vocabulary. The
-logits are scale * hidden @ embedding.T, capped by `softmax.soft_capped`, + bias. At most `chunk`
+logits are soft_capped(scale * hidden @ embedding.T) + bias (`softmax.soft_capped`). At most `chunk`
 tokens of a row have logits at once on a device; the TPU kernels ignore this number.
 """
 
@@ -65,9 +65,9 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns two sums, in nats, of the cross-entropy of the targets where `mask` is True.
 
-    The first has label smoothing (Szegedy et al. 2016, section 7): the fraction `smoothing` of each
-    target's probability is distributed evenly over all tokens. The second has none, and no
-    gradient.
+    The first sum has label smoothing (Szegedy et al. 2016, section 7): the fraction `smoothing` of
+    each target's probability is distributed evenly over all tokens. The second sum has no label
+    smoothing and no gradient.
     """
     inputs = Targets(hidden, embedding, targets, bias, mask)
     options = {"scale": scale, "chunk": chunk, "smoothing": smoothing}

@@ -1,4 +1,4 @@
-"""Inputs of losses, and chunks of C tokens of a row; one chunk at a time has logits."""
+"""Inputs of losses, and chunks of C tokens of each row; only one chunk at a time has logits."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ class Targets(NamedTuple):
     hidden: Float[Array, "B T D"]
     embedding: Float[Array, "V D"]
     targets: Int[Array, "B T"]
-    bias: Float[Array, " V"] | None = None  # of the logits
+    bias: Float[Array, " V"] | None = None  # added to the logits
     mask: Any = None  # bool [B, T], the targets that the loss counts; None for `token_scores`
 
 
@@ -24,7 +24,7 @@ class TokenScores(NamedTuple):
     """Scores of the target tokens."""
 
     nats: Float[Array, "B T"]  # the negative log probability of the target
-    # Whether the target is the most probable token. If another token is equally probable, the value
+    # True if the target is the most probable token. If another token is equally probable, the value
     # depends on the implementation.
     right: Bool[Array, "B T"]
 
@@ -32,7 +32,7 @@ class TokenScores(NamedTuple):
 def chunk_length(tokens: int, limit: int) -> int:
     """Returns the number of tokens, up to `limit`, that each device contributes to a chunk.
 
-    It divides the number of a row's tokens on one device.
+    The result divides the number of tokens of a row that one device has.
     """
     own = tokens // shard_count("tokens", tokens)
     return next(n for n in range(min(limit, own), 0, -1) if own % n == 0)
@@ -41,7 +41,8 @@ def chunk_length(tokens: int, limit: int) -> int:
 def split_chunks(x: Array, chunk: int) -> Array:
     """Splits an array x [B, T, ...] into chunks of C tokens, [number of chunks, B, C, ...].
 
-    A chunk has `chunk` tokens of each device that shares a row; no token changes its device.
+    If several devices share a row, a chunk has `chunk` tokens from each of them, so that no token
+    changes its device.
     """
     batch, tokens = x.shape[:2]
     devices = shard_count("tokens", tokens)

@@ -1,18 +1,18 @@
 """Token scores and cross-entropy loss on TPUs; logits are never written to main memory.
 
 The forward kernel computes a tile of logits in VMEM and adds the tile's contributions to all sums
-over the vocabulary. One of these sums is the mean of the embeddings, weighted by probability, which
-the gradient of the tokens' vectors needs. The kernel computes this mean as attention does, with the
-embedding as keys and values. The backward kernel recomputes each tile for the gradient of the
+over the vocabulary. One of these sums is the mean of the embeddings, weighted by probability. The
+gradient of the tokens' vectors needs this mean, and the kernel computes it as attention does, with
+the embedding as keys and values. The backward kernel recomputes each tile for the gradient of the
 embedding. Plain XLA reads and writes all logits four times, which takes longer than the additional
 matrix product of the kernels.
 
 The logits have rows (tokens) and columns (entries of the vocabulary). For each group of rows, the
 forward kernel processes the tiles of all columns one after the other. For each row, the kernel
 keeps a running maximum, which is equal in all lanes of a register, and sums of exponentials
-relative to this maximum. The sums are over all entries of the vocabulary except the target.
-Otherwise 1 - p, where p is the probability of the target, and the gradient would be differences of
-two nearly equal numbers if the target is likely.
+relative to this maximum. The sums are over all entries of the vocabulary except the target. Let p
+be the probability of the target. If the sums included a likely target, then 1 - p and the gradient
+would be differences of two nearly equal numbers.
 
 For each group of columns, the backward kernel processes the tiles of all rows one after the other.
 Its tiles are transposed, columns x rows, so that an array with a number per token is a row vector.
@@ -76,7 +76,7 @@ class _TokenResults(NamedTuple):
     nats: Float[Array, "B T"]
     # The log-sum-exp of the logits.
     lse: Float[Array, "B T"]
-    # The target's logit minus the largest other one.
+    # The target's logit minus the largest other logit.
     lead: Float[Array, "B T"]
 
 
@@ -131,7 +131,7 @@ def _padding(width: int) -> int:
 
 def _has_room_to_convert(embedding: Array, dtype: jnp.dtype) -> bool:
     # If a float32 tile fits into VMEM, the kernels convert it while the matrix units are busy. XLA
-    # would convert the embedding in a pass of its own.
+    # would convert the embedding in a separate pass over memory.
     size, itemsize = (_ROWS[0], _COLUMNS[0], embedding.shape[1]), dtype.itemsize
     more = math.prod(size[1:]) * (2 * (embedding.dtype.itemsize - itemsize) + itemsize)
     return _vmem_bytes(*size, itemsize) + more <= _room()
@@ -180,8 +180,9 @@ def _run_forward(
     """Runs the forward kernel.
 
     Returns:
-      The results of tokens, and what gradients need in addition: the probability of all tokens
-        but the target, and with `learns` their mean embedding (see `_forward_kernel`).
+      The results of tokens, and a tuple of arrays that only gradients need. Its first array is the
+        probability of all tokens but the target. If `learns`, the second is the mean embedding of
+        all tokens but the target, weighted by probability (see `_forward_kernel`).
     """
     rows, columns, width = size = _tile(targets.size, table, hidden.dtype)
     grid = targets.size // rows, len(table) // columns
@@ -246,7 +247,7 @@ def _options(
     """
     tiles, products = grid[0] * grid[1], 1 if name == "token_scores" else 2
     rows, columns, width = size
-    # A pass reads one block of the first array and all of the second.
+    # A pass reads one block of the array `once` and all of the array `by_pass`.
     once, by_pass = (table, hidden) if name.endswith("backward") else (hidden, table)
     return {
         "name": f"{name}_{rows}x{columns}x{width}_{hidden.dtype}_{tiles}_steps_in_{grid[0]}_passes",
@@ -281,15 +282,14 @@ def _room() -> int:
 
 
 def _vmem_bytes(rows: int, columns: int, width: int, itemsize: int) -> int:
-    # There are two buffers for each block, and an array with one number per row takes all 128
-    # lanes.
+    # There are two buffers for each block. An array with one number per row takes all 128 lanes.
     # For matrix products at full precision, the compiler splits each float32 number into a sum of
     # smaller parts. The parts of a tile take as much memory as the tile itself, so a float32 tile
     # counts twice.
     parts = 1 if itemsize == 2 else 2
     both = parts * 2 * (rows + columns) * width * itemsize + 2 * rows * columns * 4
     forward = 2 * rows * width * itemsize + rows * width * 4 + 13 * rows * tpu.LANES * 4
-    # The backward kernel adds a product to its output. The compiler spills up to half of it.
+    # The backward kernel adds a product to its output. The compiler spills up to half the product.
     backward = (2 + 0.5) * columns * width * 4
     return both + max(forward, int(backward))
 
@@ -377,9 +377,9 @@ def _backward_kernel(
     Args:
       hidden: [R, D], the vectors of the tokens.
       embedding: [C, D], the embeddings of the columns.
-      d_others: a factor for each token: the gradient of the product of the token's vector and the
-        embedding of an entry other than the target is this factor times the probability of the
-        entry. A logit is `scale` times such a product.
+      d_others: a factor for each token. For an entry of the vocabulary other than the target, this
+        factor times the entry's probability is the gradient of the product of the token's vector
+        and the entry's embedding. A logit is `scale` times such a product.
       d_target: the gradient of the product of the token's vector and the target's embedding.
       d_embedding: [C, D], float32 output.
     """

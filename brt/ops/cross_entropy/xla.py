@@ -1,8 +1,8 @@
 """Token scores and cross-entropy loss in plain XLA, one chunk of C tokens at a time.
 
-The float32 logits of a long segment would be the largest array of a train step. Under
-differentiation the gradients of each chunk are computed while its logits exist, so nothing is
-computed twice.
+The float32 logits of a long segment would be the largest array of a train step. If the loss is
+differentiated, the gradients of each chunk are computed while the chunk's logits exist, so nothing
+is computed twice.
 """
 
 from collections.abc import Callable
@@ -47,12 +47,14 @@ class _ChunkLogits(NamedTuple):
 def _embedding_product(
     embedding: Float[Array, "V D"], dtype: jnp.dtype, *, rounds: bool
 ) -> Callable[[Array], Array]:
-    """Returns a function that multiplies [B, C, D] by the embedding to float32 [B, C, V], which
-    may have been rounded to `dtype` if `rounds`.
+    """Returns a function that multiplies vectors [B, C, D] with the embedding.
+
+    The products [B, C, V] are float32. If `rounds` is True, the function may round them to `dtype`
+    before it converts them to float32.
     """
     table, sizes = embedding.astype(dtype), "bcd,vd->bcv"
-    # For 1,024 tokens on CPUs, a product with the transpose takes 1.2 times as long as with this
-    # copy.
+    # For 1,024 tokens on CPUs, a product that transposes the table takes 1.2 times as long as a
+    # product with this transposed copy.
     if dispatch.policy().stores_transposes:
         table, sizes = transposed(table), "bcd,dv->bcv"
     if rounds and dispatch.policy().rounds_logits and dtype == jnp.bfloat16:
@@ -134,7 +136,7 @@ def _cross_entropy(
 
 
 def _sums(results: _ChunkLogits, counts: Array, smoothing: float) -> Float[Array, "2"]:
-    """Returns the sum of the loss, with label smoothing, and of the nats, without it."""
+    """Returns the sum of the loss, which has label smoothing, and the sum of the nats."""
     loss = nats = results.nats
     if smoothing:
         loss = (1 - smoothing) * nats + smoothing * (results.lse - jnp.mean(results.all, axis=-1))
@@ -144,7 +146,7 @@ def _sums(results: _ChunkLogits, counts: Array, smoothing: float) -> Float[Array
 def _forward(
     inputs: Targets, scale: float, soft_cap: float, chunk: int, smoothing: float
 ) -> tuple[tuple[Array, Array], Targets]:
-    """Returns the sums and, as the residuals, the gradients of the first."""
+    """Returns the two sums and, as the residuals, the gradients of the first sum."""
     embedding, bias = inputs.embedding, inputs.bias
     table = embedding.astype(inputs.hidden.dtype)
     product = _embedding_product(table, inputs.hidden.dtype, rounds=True)

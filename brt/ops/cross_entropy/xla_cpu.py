@@ -16,7 +16,7 @@ from brt.ops.cross_entropy.chunks import Targets, TokenScores, chunk_length, sco
 from brt.ops.layout import row_major, transposed
 from brt.ops.softmax import soft_capped
 
-# The tokens of a tile. Tiles of 512 to 1,024 tokens take the least time.
+# A tile has this many tokens of the vocabulary. Sizes from 512 to 1,024 take the least time.
 _TILE = 512
 
 
@@ -26,8 +26,8 @@ class _Sums(NamedTuple):
     largest: Float[Array, "B C"]  # the largest logit
     # the sum of exp(logit - largest), or of exp(logit) if `largest` is not finite
     exponentials: Float[Array, "B C"]
-    target: Float[Array, "B C"]  # the logit of the target; -inf before its tile
-    other: Float[Array, "B C"]  # the largest logit of another token than the target
+    target: Float[Array, "B C"]  # the logit of the target; -inf if no tile so far has the target
+    other: Float[Array, "B C"]  # the largest logit of all tokens but the target
 
 
 def refusal(inputs: Targets, **_: object) -> str | None:
@@ -87,5 +87,8 @@ def _added(sums: _Sums, logits: Float[Array, "B C W"], is_target: Bool[Array, "B
 
 
 def _finite(largest: Float[Array, "B C"]) -> Float[Array, "B C"]:
-    """Returns the largest logit, or 0 if it is not finite: what `jax.nn.logsumexp` subtracts."""
+    """Returns the largest logit, or 0 if it is not finite.
+
+    `jax.nn.logsumexp` subtracts the same number.
+    """
     return jnp.where(jnp.isfinite(largest), largest, 0.0)

@@ -1,7 +1,7 @@
 """Local attention: every token sees the keys within a radius on both sides (LongT5, section 3.1.1).
 
-A row's tokens are split into blocks of W tokens, one more than the radius. A token then sees keys
-of its own block, the previous and the next block, X = 3 W in total, and of no others.
+A row's tokens are split into blocks of W tokens, one more than the radius. A token then sees only
+keys of its own block, the previous block and the next block, which together have X = 3 W keys.
 """
 
 from jaxtyping import Array, Bool, Float
@@ -38,7 +38,7 @@ def local_attention(
     The logits are q.k + bias. A token that sees no key gets zeros.
 
     Args:
-      bias: between the queries of a block and the keys of the previous, its own and the next one.
+      bias: added to the logits of the W queries of a block and the X keys that these queries read.
       mask: False for padding, which no token sees.
       global_keys: additional keys that all tokens see, in the same softmax.
     """

@@ -1,9 +1,10 @@
 """Transient global tokens (LongT5, Guo et al. 2022, section 3.1.2).
 
-The tokens of a source are split into short blocks. Each block has a global token, the sum of the
-vectors of its tokens, to which all tokens of the source attend. If the last tokens do not fill a
-block, they belong to the last full block. A source shorter than a block has no global token. In
-shapes, B is the number of sources, and G of global tokens of a source without padding.
+The tokens of a source are split into short blocks. Each block has a global token, which is the sum
+of the vectors of the block's tokens. All tokens of the source attend to all of its global tokens.
+If the last tokens do not fill a block, they belong to the last full block. A source shorter than a
+block has no global token. In shapes, B is the number of sources, and G of global tokens of a source
+without padding.
 """
 
 from typing import NamedTuple
@@ -67,7 +68,8 @@ def global_key_bias(
 ) -> Float[Array, "B H T G"]:
     """Returns the bias between each token and each global token, by the distance of their blocks.
 
-    From `max_distance` blocks on, all blocks on one side of the token share one of R buckets.
+    The table has R buckets of distances. All blocks on one side of the token that are at least
+    `max_distance` blocks away share one bucket.
     """
     count = blocks.exist.shape[1]
     # Without global tokens, `by_block` below would be empty, and `jnp.take` cannot take rows from

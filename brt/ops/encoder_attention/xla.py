@@ -1,6 +1,6 @@
 """Local attention in plain XLA: each of N blocks attends to a window of three blocks.
 
-Y is the number of keys of a window and of global tokens together; see `api` for the other axes.
+Y is the number of keys of a window plus the number of global tokens. `api` describes other axes.
 """
 
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def _blocks(x: Array, block: int) -> Array:
 
 
 def _windows(x: Array, block: int) -> Array:
-    """Returns [B, N, 3 W, ...], each block of [B, T, ...] with its two neighbours."""
+    """Returns each block of x [B, T, ...] joined with its two neighbours, [B, N, 3 W, ...]."""
     cut = _blocks(x, block)
     count = cut.shape[1]
     padded = jnp.pad(cut, ((0, 0), (1, 1)) + ((0, 0),) * (cut.ndim - 2))

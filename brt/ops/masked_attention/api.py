@@ -1,7 +1,7 @@
 """Softmax attention to the keys where a mask is True.
 
 In shapes, Q and T are numbers of queries, S and X of keys, H of heads of queries, and G of heads of
-keys, each of which serves H / G consecutive heads of queries.
+keys. Each head of keys serves H / G consecutive heads of queries.
 """
 
 from functools import partial
@@ -64,9 +64,10 @@ def attend_part(
     *,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """Returns attention and its log-sum-exp, for `merge_parts`; grouped keys are not repeated.
+    """Returns the attention output and the log-sum-exp, which `merge_parts` combines with others.
 
-    The logits are q.k. The result for a query that sees no key is zeros and `softmax.FLOOR`.
+    The logits are q.k. Keys that several heads of queries share are not repeated in memory. For a
+    query that sees no key, the output is zero and the log-sum-exp is `softmax.FLOOR`.
     """
     heads, groups = queries.shape[2], keys.shape[2]
     if mask.shape[1] > 1:

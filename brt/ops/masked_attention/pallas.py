@@ -17,7 +17,7 @@ from brt.ops.attention import gpu, tpu
 from brt.ops.dropout import Dropout
 from brt.ops.partial_attention import AttentionPart
 
-# With wider heads, the GPU kernel for the bias's gradient spills registers.
+# With wider heads than this, the GPU kernel for the bias's gradient spills registers.
 _WIDEST_WITH_BIAS = 128
 
 
@@ -50,7 +50,7 @@ def attend_part(
 ) -> AttentionPart:
     """Implements `api.attend` and `api.attend_part`.
 
-    Dropout drops the same weights as in `xla.attend_part` on GPUs and TPUs. If `interpret` is not
+    Dropout drops the same weights as `xla.attend_part` does on GPUs and TPUs. If `interpret` is not
     None, it is passed to Pallas, to run the kernels without a TPU or GPU.
     """
     mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))

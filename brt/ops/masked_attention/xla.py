@@ -30,7 +30,10 @@ def attend_part(
     *,
     tile: int | None = None,
 ) -> AttentionPart:
-    """Implements `api.attend_part`; a tile has at most `tile` logits, or one query, per device."""
+    """Implements `api.attend_part`.
+
+    A tile has at most `tile` logits on each device, but at least one query.
+    """
     lead, (length, heads, width) = queries.shape[:-3], queries.shape[-3:]
     q, k, v = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (queries, keys, values))
     mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-2:])).reshape(-1, *mask.shape[-2:])
@@ -98,8 +101,8 @@ def _factors(
     def query_factors(place: Int[Array, ""]) -> Float[Array, "B H S"]:
         return dropout.part(place).factors((lanes, heads, keys), like.dtype)
 
-    # Every query draws by its position in the sequence. The number of queries of a tile depends on
-    # the number of devices, and the result must not.
+    # Every query draws its factors by its position in the sequence, not in the tile. The number of
+    # queries of a tile depends on the number of devices, and the result must not depend on it.
     return jnp.moveaxis(jax.vmap(query_factors)(index * length + jnp.arange(length)), 0, 2)
 
 

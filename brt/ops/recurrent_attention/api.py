@@ -1,9 +1,10 @@
 """The state update of the recurrent cell (Block-Recurrent Transformers, sections 3.2-3.6).
 
 The cell has S state vectors of D numbers, which are updated after every block of W tokens. Only
-this update is sequential: it needs the states before the block and the keys and values of its
-tokens. First `state_scan` runs over the N blocks of a segment and returns the state keys and values
-that the tokens of each block read. Then the layer attends for the tokens of all blocks at once.
+this update is sequential: it needs the states before the block, and the keys and values of the
+block's tokens. First `state_scan` runs over the N blocks of a segment and returns the state keys
+and values that the tokens of each block read. Then the layer attends for the tokens of all blocks
+at once.
 """
 
 from collections.abc import Callable
@@ -65,9 +66,8 @@ def state_scan(
     Args:
       initial: the learned states at the start of a document.
       vectors: the states before the segment, float32.
-      cached: keys and values of the tokens of the block before the segment.
-      keys: with `normalize_qk`, the function normalizes them (also the cached ones), not the
-        caller.
+      cached: keys and values of the W tokens before the segment.
+      keys: not normalized. With `normalize_qk`, this function normalizes them and the cached keys.
       cache_mask: True where block n may read the block before it.
       document_start: True where the states restart with `initial`.
       unroll: the number of blocks that one iteration of the scan's loop processes.

@@ -2,8 +2,8 @@
 
 Section 3.6 of Block-Recurrent Transformers describes three layouts: skip has attention with a
 residual connection; dual also has an MLP with another residual connection; single has one residual
-connection around both. In shapes, S is the number of states of D numbers, W of tokens of a block, F
-of hidden units of the MLP, and *M stands for the axes of the MLP's inputs.
+connection around attention and MLP. In shapes, S is the number of states of D numbers, W of tokens
+of a block, F of hidden units of the MLP, and *M stands for the axes of the MLP's inputs.
 """
 
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ def state_kv(
     normalize_qk: bool,
     dtype: Any = jnp.float32,
 ) -> StateKV:
-    """Returns the keys and values of the states before a block, which its tokens read."""
+    """Returns the keys and values of the states before a block; the block's tokens read them."""
     h = (rms_norm(vectors, weights.norm) + weights.ids[None]).astype(dtype)
     keys, values = (dense(h, kernel) for kernel in (weights.keys, weights.values))
     return StateKV(l2_normalize(keys) if normalize_qk else keys, values)

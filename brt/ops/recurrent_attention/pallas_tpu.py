@@ -63,7 +63,10 @@ def refusal(
 
 
 def _backward_vmem_bytes(states: int, window: int, width: int, itemsize: int) -> int:
-    """Returns the bytes for two buffers of each block, the sums and a tile of logits."""
+    """Returns the bytes of VMEM that the backward kernel needs.
+
+    It needs two buffers for each block, the sums of gradients, and arrays for a tile of logits.
+    """
     slots = max(states, 2 * window)
     blocks = 2 * width * itemsize * (2 * (4 * states + 4 * window) + 6 * states)
     return blocks + 2 * (states + 2 * window) * width * 4 + 5 * slots * min(ROWS, states) * 4
@@ -186,7 +189,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _stacked_spec(x: Any) -> pl.BlockSpec:
-    """Returns the block spec of one head and row of the batch, for an array [N, B, H, S, K]."""
+    """Returns the block spec of one head and row of the batch, for an array [_, B, H, S, K]."""
     return pl.BlockSpec((x.shape[0], None, None, *x.shape[3:]), lambda h, b, *_: (0, b, h, 0, 0))
 
 

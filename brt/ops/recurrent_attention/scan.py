@@ -46,7 +46,7 @@ _NO_TAPS = _Kernels(None, None, None, None)
 
 
 def _input_axes(kernels: _Kernels) -> _Kernels:
-    """Returns how many axes of each kernel its product sums over."""
+    """Returns, for each kernel, the number of axes over which its product sums."""
     return _Kernels(1, *(k if k is None else jnp.ndim(k) - 1 for k in kernels[1:]))
 
 
@@ -70,7 +70,8 @@ def state_update(
       cache_mask: True if the previous block may be read.
       kernels, taps: what `state_scan` prepares once for all blocks; other callers leave them None.
       kind: as for `api.state_scan`.
-      read: computes the attention of the states, such as `xla.state_attention`, with `options`.
+      read: a function such as `xla.state_attention`, which computes the attention of the states
+        and gets `options`.
     """
     kernels = kernels or _kernels(weights)
     taps = taps or _NO_TAPS
@@ -90,7 +91,7 @@ def _apply_gates(
     taps: _Kernels,
     kind: str,
 ) -> Float[Array, "B S D"]:
-    """Returns the next states in the layout that follows from the weights that are present."""
+    """Returns the next states; the weights that are not None determine the layout (see `cell`)."""
     single, inputs = weights.output is None, _input_axes(kernels)
 
     def states_after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
@@ -123,7 +124,7 @@ def state_scan(
     unroll: int = 1,
     **options: Any,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Implements `api.state_scan`; `options` also has `read` of `state_update`."""
+    """Implements `api.state_scan`; `options` must also have `read` of `state_update`."""
     batch, blocks = cache_mask.shape
     kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
     pairs = zip(kernels, _input_axes(kernels), strict=True)
@@ -133,7 +134,7 @@ def state_scan(
     # computed from the tap.
     kernels = kernels._replace(projection=materialized(_stacked_projection(weights, keys.dtype)))
 
-    # The carry has the states and the tokens of the previous block.
+    # The carry has the states, and the keys and values of the previous block's tokens.
     def update_block(
         carry: tuple[Float[Array, "B S D"], TokenKV],
         block: tuple[TokenKV, Array, Array, _Kernels],
@@ -157,7 +158,7 @@ def state_scan(
             state_kvs.append(states)
 
         def stacked(*parts: Float[Array, "B S H K"]) -> Float[Array, "B N S H K"]:
-            # The array is stored heads first, as attention to the states reads it.
+            # The array is stored with heads before states, as attention to the states reads it.
             return jnp.stack([x.swapaxes(1, 2) for x in parts], axis=1).swapaxes(2, 3)
 
         return carry[0], jax.tree.map(stacked, *state_kvs)
@@ -181,7 +182,7 @@ def _reset_states(
 def _reset_states_backward(
     starts: Bool[Array, " B"], gradient: Float[Array, "B S D"]
 ) -> tuple[None, Array, Array]:
-    # Autodiff would save a flag for each number.
+    # Autodiff would save a flag for each number of the states, instead of one for each row.
     restarts = starts[:, None, None]
     return None, jnp.sum(jnp.where(restarts, gradient, 0), axis=0), jnp.where(restarts, 0, gradient)
 
@@ -190,7 +191,10 @@ _reset_states.defvjp(lambda starts, *x: (_reset_states(starts, *x), starts), _re
 
 
 def _unstack(tree: PyTree[Array], count: int) -> list[PyTree[Array]]:
-    """Splits all arrays along axis 0, so that gradients are stacked, not padded and summed."""
+    """Splits all arrays along axis 0 in one operation.
+
+    Its gradient stacks the parts. The gradients of separate slices would be padded and summed.
+    """
     leaves, structure = jax.tree.flatten(tree)
     parts = zip(*map(jnp.unstack, leaves), strict=True) if leaves else [()] * count
     return [jax.tree.unflatten(structure, part) for part in parts]

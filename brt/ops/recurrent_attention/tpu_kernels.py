@@ -1,7 +1,7 @@
 """Bodies of the TPU kernels of the states' attention, for one head and one row of the batch.
 
 The module `pallas_tpu` describes the algorithm. The states attend to each other and to the tokens
-of two blocks. Logits are keys x states.
+of two blocks. Matrices of logits are keys x states.
 
 In shapes, B is the number of rows of the batch, S of states, W of tokens of a block, K of numbers
 of a head, R of states of a tile, and X of keys.
@@ -40,8 +40,8 @@ class StateKernelSettings(NamedTuple):
     """Static settings of the kernels."""
 
     normalize_qk: bool
-    # True sets the keys and values of a previous block that may not be read to zero, so that they
-    # still take part in the softmax. False leaves them out of the softmax.
+    # If the previous block may not be read, True sets its keys and values to zero, and they still
+    # take part in the softmax. False leaves them out of the softmax.
     null_keys: bool
     interpret: bool | pltpu.InterpretParams
 
@@ -49,20 +49,21 @@ class StateKernelSettings(NamedTuple):
 class StateKernelInputs(NamedTuple):
     """Inputs of a step of the grid (one head and row of the batch), or their block specs."""
 
-    # [4, S, K], keys, queries to states, queries to tokens, and values of the states, not
-    # normalized.
+    # [4, S, K], four projections of the states, before normalization: keys, queries that read
+    # states, queries that read tokens, and values.
     projected: Any
-    # [2, 128], one number for the queries to states and one for the queries to tokens, each
-    # repeated: the length of the queries after normalization, or without normalization a factor of
-    # the queries.
+    # [2, 128], two numbers, each repeated 128 times: one for the queries that read states, and one
+    # for the queries that read tokens. The number is the length of the queries after normalization.
+    # Without normalization, it is a factor of the queries.
     scales: Any
-    # [W, K] each, for the tokens of the previous block and of this block; the values likewise.
+    # [W, K] each, first of the tokens of the previous block, then of the tokens of this block.
     keys: tuple[Any, Any]
     values: tuple[Any, Any]
     # [2, S, K], the gradient of `StateKernelOutputs.y`. This field and the following ones are None
     # in the forward pass.
     gradient: Any = None
-    # [S, K] each, gradients of the state keys and values that tokens read.
+    # [S, K] each, the gradients of the states' keys and values that come from tokens, which read
+    # these keys and values, too.
     d_states: tuple[Any, Any] | None = None
     # The outputs and the log-sum-exp of the forward pass, as in `StateKernelOutputs`.
     y: Any = None
@@ -106,7 +107,7 @@ class _KeyPart(NamedTuple):
 def _key_parts(
     seen: Array, inputs: StateKernelInputs, settings: StateKernelSettings
 ) -> tuple[list[_KeyPart], list[_KeyPart]]:
-    """Returns all keys and values that states see: first of the states, then of the tokens.
+    """Returns the keys and values that states see: first those of states, then those of tokens.
 
     `seen` is True if the previous block may be read.
     """
@@ -144,7 +145,7 @@ def _logits(parts: list[_KeyPart], own: Float[Array, "R K"]) -> Float[Array, "X 
 
 
 def _split_by_part(x: Float[Array, "X R"], parts: list[_KeyPart]) -> list[Array]:
-    """Splits the rows of x by the part that they belong to."""
+    """Splits x, which has a row for each key, into the rows of each part."""
     ends = [sum(len(part.keys) for part in parts[:i]) for i in range(len(parts) + 1)]
     return [x[a:b] for a, b in zip(ends, ends[1:], strict=False)]
 
@@ -171,8 +172,9 @@ def forward_kernel(
     outputs.keys[...] = attentions[0][0].keys
     for which, parts in enumerate(attentions):
         tiles, softmax = _row_tiles(outputs.keys.shape[0]), []
-        # The weights of all tiles are computed before any sum: the softmax of a tile can then be
-        # computed while the matrix units compute the logits of the next tile.
+        # The weights of all tiles are computed before the first product with the values. The
+        # softmax of a tile can then be computed while the matrix units compute the logits of the
+        # next tile.
         for rows in tiles:
             logits = _logits(parts, _scaled_queries(which, rows, inputs, settings))
             top = jnp.max(logits, axis=0, keepdims=True)
@@ -202,7 +204,7 @@ def backward_kernel(
       cache_mask: as for `forward_kernel`.
       inputs, results: references to the arrays of the step, and to the gradients.
       keys_sum, values_sum: [S + 2 W, K], float32 scratch memory for the gradients of all keys and
-        of all values: of the states, the previous block's tokens and this block's tokens.
+        of all values, in the order: states, previous block's tokens, this block's tokens.
     """
     lane = pl.program_id(1)
 
@@ -228,8 +230,8 @@ def _write_state_gradients(
     Args:
       seen: True if the previous block may be read.
       sums: float32 [S + 2 W, K] each, overwritten with the gradients of the keys and of the values
-        that the states attend to: S rows of the states, W of the previous block's tokens, and W of
-        this block's tokens. These sums do not contain `inputs.d_states`.
+        that the states attend to: S rows for the states, W rows for the previous block's tokens,
+        and W rows for this block's tokens. These sums do not contain `inputs.d_states`.
     """
     attentions = _key_parts(seen, inputs, settings)
     states = results.projected.shape[1]
@@ -240,7 +242,7 @@ def _write_state_gradients(
             for total, gradient_part in zip(sums, gradients, strict=True):
                 total[place] = gradient_part + total[place] if rows.start else gradient_part
     pairs = zip(sums, inputs.d_states or (), strict=True)
-    # Tokens read the states' keys and values, too, and `d_states` has the gradients from there.
+    # Tokens read the states' keys and values, too; `d_states` has the gradients from the tokens.
     state_gradients = [total[:states] + d_states[...] for total, d_states in pairs]
     if settings.normalize_qk:
         d_keys = state_gradients[0]
@@ -280,8 +282,10 @@ def _add_gradients(
     results: StateKernelGradients,
     settings: StateKernelSettings,
 ) -> tuple[Float[Array, "X K"], Float[Array, "X K"]]:
-    """Writes the gradients of the queries in `rows`, adds to that of their scale, and returns those
-    of their keys and values. `which` is 0 for attention to states and 1 for tokens.
+    """Returns the gradients of the keys and values that the queries in `rows` read.
+
+    Also writes the gradients of these queries, and adds to the gradient of their scale. `which` is
+    0 for attention to states and 1 for attention to tokens.
     """
     queries, d_output = _scaled_queries(which, rows, inputs, settings), inputs.gradient[which, rows]
     mean = jnp.sum(d_output.astype(jnp.float32) * inputs.y[which, rows], axis=-1, keepdims=True)

@@ -22,12 +22,13 @@ def state_attention(
     null_keys: bool,
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
-    """Returns the attention outputs of the states, first to the states and then to the tokens, and
-    the keys and values of the states.
+    """Returns the attention outputs of the states, and the keys and values of the states.
+
+    On axis 2 of the outputs, attention to the states is followed by attention to the tokens.
 
     Args:
-      projected: keys, queries to states, queries to tokens, and values of the states.
-      scales: the factors of each head's queries to states, then of its queries to tokens.
+      projected: the states' keys, their queries to states, their queries to tokens, their values.
+      scales: for each head, the factor of its queries to states and that of its queries to tokens.
       before, own: tokens of the previous block and of this block, with normalized keys if
         `normalize_qk`.
       cache_mask: True if the states may read the tokens of the previous block.

@@ -24,7 +24,8 @@ def _by_head_and_block(
 ) -> Callable[..., Array]:
     """Wraps an implementation that expects heads before tokens in queries, and an axis of blocks.
 
-    `swapaxes` swaps these axes. The wrapper also normalizes queries if a scale is passed.
+    `swapaxes` swaps the axes of heads and tokens. If a scale is passed, the wrapper also scales the
+    queries to this norm.
     """
 
     def attend_by_token(
@@ -72,8 +73,8 @@ def attend(
     """Returns the attention output of every query over all keys, with logits q.k.
 
     If the keys have an axis of N blocks, the T queries of a row are split into N blocks as well,
-    and each attends to its own block of keys. `scale` is the norm to which the queries of each head
-    are first scaled; without it, the caller has multiplied them by any scale.
+    and each block of queries attends to one block of keys. `scale` is the norm to which the queries
+    of each head are first scaled. Without `scale`, queries are used as the caller passes them.
     """
     k, v = (x.swapaxes(-3, -2) for x in (keys, values))
     return _attend(queries, k, v, None, scale, implementation)
@@ -88,11 +89,11 @@ def attend_to_blocks(
     null_keys: bool,
     implementation: str | None = None,
 ) -> Float[Array, "B Q H K"]:
-    """Returns the attention of every query to the X keys of two blocks, the previous first.
+    """Returns the attention of every query to the X keys of two blocks, the previous block first.
 
     The queries are already multiplied by any scale. `cache_mask` is True for rows that may read the
-    previous block; hidden keys count as zero keys with zero values if `null_keys`, and else not at
-    all.
+    previous block. If `null_keys`, hidden keys stay in the softmax as zero keys with zero values.
+    Otherwise, they are left out.
     """
     if null_keys:
         mask: Any = pallas.key_mask(cache_mask, keys)

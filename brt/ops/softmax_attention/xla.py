@@ -1,8 +1,9 @@
 """Softmax attention over all keys in plain XLA, with a hand-written backward pass.
 
-Autodiff would save three arrays of Q x S, and a scan would stack each of these arrays; one is
-needed here. The softmax's gradient subtracts, for each query, a sum over S keys, which equals the
-dot product of the query's output and the output's gradient, a sum over K numbers only.
+Autodiff would save three arrays of Q x S numbers, and a scan would stack each of these arrays. The
+hand-written pass needs only one of them. For each query, the gradient of the softmax subtracts a
+sum over S keys. This sum equals the dot product of the query's output and the output's gradient,
+which is a sum over K numbers only.
 """
 
 import jax
@@ -20,9 +21,10 @@ def attend_by_head(
     mask: Bool[Array, "*B S"] | Bool[Array, "*B Q S"] | None,
     dropout: Float[Array, "*B H Q S"] | None = None,
 ) -> Float[Array, "*B H Q K"]:
-    """Returns the attention of every query to the keys where the mask is True, one at least.
+    """Returns the attention of every query to the keys where the mask is True.
 
-    Without a mask, all keys are seen. `dropout` has factors of the weights.
+    Every query must see at least one key. Without a mask, all keys are seen. `dropout` has factors
+    of the weights.
     """
     return _attend(queries, keys, values, mask, dropout)
 

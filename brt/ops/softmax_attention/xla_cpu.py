@@ -1,10 +1,12 @@
 """Softmax attention over all keys for XLA's CPU backend, with logits as [keys, queries].
 
 With this layout the maximum over the keys is taken over a column, and many columns are processed
-side by side. All six matrix products multiply matrices that are stored row by row; XLA's CPU
-backend takes up to twice as long if one is stored transposed. Only arrays with an axis of K numbers
-are transposed for this purpose. A column of ones in the values computes the sums of the weights.
-The backward pass saves exp(logits - maximum), because the division of the output is cheaper.
+side by side. All six matrix products multiply matrices that are stored row by row, because XLA's
+CPU backend takes up to twice as long if one of them is stored column by column. For this purpose,
+arrays with an axis of K numbers are transposed in memory, but never logits. A column of ones in the
+values computes the sums of the weights.
+The weights exp(logits - maximum), which are saved for the backward pass, are never divided by their
+sums. Instead, the output and its gradient are divided, which is cheaper.
 """
 
 import jax
@@ -23,7 +25,10 @@ def attend(
     v: Float[Array, "*B H S K"],
     mask: Bool[Array, "B S"] | None,
 ) -> Float[Array, "*B H Q K"]:
-    """Returns the attention of every query to the one or more keys that `mask`, if any, shows."""
+    """Returns the attention of every query to the keys where the mask is True.
+
+    Every query must see at least one key. Without a mask, all keys are seen.
+    """
     return _forward(q, k, v, mask)[0]
 
 

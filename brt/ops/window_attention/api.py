@@ -1,17 +1,17 @@
 """Causal sliding-window attention (Block-Recurrent Transformers, section 3.1).
 
-A token attends to the last W keys of its document, which end with its own key or with that of the
-token before. The W keys before the segment come from the cache. A segment is read in blocks, and
-documents start only at starts of blocks. If a block has W tokens, as in the paper, a token's keys
-are in its own block and in the one before; Transformer-XL has one block per segment.
+A token attends to at most W keys of its document. The last of these is the token's own key or the
+key of the token before. The W keys before the segment come from the cache. A segment is read in
+blocks, and documents start only at starts of blocks. If a block has W tokens, as in the paper, a
+token's keys are in its own block and in the one before. Transformer-XL has one block per segment.
 
 Tokens may be sharded by rows of the batch, heads and blocks. Each device computes the attention of
 its own tokens in `shard_map`, because XLA's partitioner cannot split a kernel. If the blocks of a
 segment are sharded, a device also reads the last W keys and values of the device that has the
-tokens before its own; the first device reads the cache.
+tokens before its own. The first device reads the cache instead.
 
-In shapes, H is the number of heads of queries, and G of heads of keys, each of which serves H / G
-consecutive heads of queries.
+In shapes, H is the number of heads of queries, and G of heads of keys. Each head of keys serves
+H / G consecutive heads of queries.
 """
 
 import functools
@@ -106,16 +106,19 @@ def local_attention(
       queries: already multiplied by any scale, unless `scale` is given.
       cached: keys and values of the W tokens before the segment, oldest first.
       bias: column 0 is for the nearest key that a token sees.
-      first: for each of N blocks, the place of the first token of its document, a multiple of the
-        length of a block. The segment begins at place 0, and cached tokens have negative places.
-      attend_to_self: True if the nearest key is the token's own, and not that of the token before.
+      first: for each of N blocks, the place of the first token of the block's document, a multiple
+        of the length of a block. The segment begins at place 0, and cached tokens have negative
+        places.
+      attend_to_self: True if the nearest key that a token sees is the token's own, False if it is
+        the key of the token before.
       scale: if given, the keys are first scaled to norm 1, and the queries of head h to norm
         scale[h].
     """
     inputs = WindowInputs(queries, cached, keys, values, bias, first, dropout, scale)
     options = {"attend_to_self": attend_to_self} | ({"soft_cap": soft_cap} if soft_cap else {})
     attend = functools.partial(dispatch.run, OP, implementation, **options)
-    # With dropout or with sharded blocks no kernel is used, and XLA partitions the whole program.
+    # With dropout or with sharded blocks, no kernel is used. XLA then partitions the computation,
+    # so `shard_map` is not needed.
     if dropout is not None or rules.is_sharded("blocks"):
         return attend(inputs)
     return _on_each_device(attend, inputs, sharded=False)
@@ -154,7 +157,8 @@ def window_part(
             return part
         return with_null_keys(part, inputs.bias, cache_mask, attend_to_self)
 
-    # The field `first` has the mask, from which each device computes the places of its own blocks.
+    # Here, the field `first` holds `cache_mask`. Each device computes the places of its own blocks
+    # from its part of the mask.
     inputs = WindowInputs(queries, cached, keys, values, bias, cache_mask, dropout, scale)
     sharded = rules.shard_count("blocks", cache_mask.shape[1]) > 1
     return _on_each_device(attend, inputs, sharded=sharded)
@@ -180,8 +184,8 @@ def with_null_keys(
     window = tokens // blocks
     if bias is None:
         bias = jnp.zeros((heads, window), jnp.float32)
-    # For query r of a block, the columns of the bias from r + 1 on, or from r on if it does not see
-    # itself, belong to keys of the block before.
+    # For query r of a block, the columns of the bias from r + 1 on, or from r on if queries do not
+    # see their own keys, belong to keys of the block before.
     hidden = jax.lax.cumlogsumexp(bias, axis=1, reverse=True)
     if attend_to_self:
         hidden = jnp.pad(hidden[:, 1:], ((0, 0), (0, 1)), constant_values=-jnp.inf)
@@ -192,12 +196,12 @@ def with_null_keys(
 def _on_each_device(
     attend: Callable[[WindowInputs], AttentionPart], inputs: WindowInputs, *, sharded: bool
 ) -> AttentionPart:
-    """Runs `attend` on each device's parts of the inputs; `sharded` also splits the blocks."""
+    """Runs `attend` on each device's parts of the inputs; if `sharded`, blocks are split, too."""
     members = inputs.queries.shape[2] // inputs.keys.shape[2]
 
     def attend_on_device(own: WindowInputs) -> AttentionPart:
         cached, heads = own.cached, own.queries.shape[2]
-        # The keys are not split by head, so each device takes the heads that its queries need.
+        # If keys are not split by head, the device takes the heads of keys that its queries need.
         if own.keys.shape[2] * members > heads:
             take = functools.partial(local_groups, heads=heads, members=members, axis=_HEADS_AXIS)
             cached = take(cached[0]), take(cached[1])

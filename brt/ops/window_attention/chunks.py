@@ -1,7 +1,8 @@
 """Window attention in plain XLA by chunks of queries, for windows and documents of any length.
 
-The backward pass computes the weights of a chunk again. A chunk has Q queries and X = W + Q keys;
-RQ is the product of R = H / G and Q, and Z = W + T. See `api` for the other axes.
+The backward pass computes the weights of a chunk again. In shapes, C is the number of chunks, Q of
+queries of a chunk, and R = H / G of heads of queries that share a head of keys. `api` describes the
+other axes.
 """
 
 import jax
@@ -43,8 +44,8 @@ def window_attention(
 
     heads, groups = queries.shape[2], keys.shape[2]
 
-    # The queries of the R heads that share a head of keys are merged into one axis, RQ. X stands
-    # for the keys of weights, or for the channels K of queries and outputs.
+    # The queries of the R heads that share a head of keys are merged into one axis RQ of length
+    # R * Q. In weights, X is the number of keys of a chunk; in queries and outputs, it is K.
     def by_key_head(x: Float[Array, "B H Q X"]) -> Float[Array, "B G RQ X"]:
         return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 

@@ -1,7 +1,7 @@
 """The arrays of window attention, and the band of biases that all tiles of a window share.
 
-In shapes, G is the number of heads of keys, each of which serves H / G consecutive heads of
-queries, D of parts of the segment, and Z = W + T.
+In shapes, H is the number of heads of queries, G of heads of keys, D of parts of the segment, and
+Z = W + T. Each head of keys serves H / G consecutive heads of queries.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class WindowInputs(NamedTuple):
 
     @property
     def part(self) -> int:
-        """The number of tokens of a part, at whose start a document may start."""
+        """The number of tokens of a part; documents start only at starts of parts."""
         return self.queries.shape[1] // self.first.shape[1]
 
     def starts(self) -> Int[Array, "B T"]:
@@ -43,7 +43,7 @@ class WindowInputs(NamedTuple):
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B Z G K"], Float[Array, "B Z G K"]]:
         """Returns queries, keys and values; keys and values begin with the cached ones.
 
-        Queries and keys are normalized if there is a scale.
+        If there is a scale, keys are scaled to norm 1, and queries to the norm `scale`.
         """
         pairs = zip(self.cached, (self.keys, self.values), strict=True)
         keys, values = (jnp.concatenate(pair, axis=1) for pair in pairs)

@@ -23,14 +23,15 @@ def window_attention(
     """Implements `api.local_attention`; its dropout is None or a `DropoutMask`."""
     (tokens, heads), window = inputs.queries.shape[1:3], inputs.window
     nearest, missing = 0 if attend_to_self else 1, -window % TILE
-    # Keys that no token sees fill the first tile of the cache, which then has Z keys.
+    # The cache is padded in front to Z keys, a multiple of TILE. No token sees the padding.
     padding = (0, 0), (missing, 0), (0, 0), (0, 0)
     inputs = inputs._replace(cached=tuple(jnp.pad(x, padding) for x in inputs.cached))
     queries, keys, values = inputs.queries, inputs.keys, inputs.values
     cached: tuple | None = inputs.cached
     scale, size = inputs.scale, inputs.window
     if vector_parts(queries) > 1:
-        # The kernels normalize whole vectors, and have no registers for a second array of keys.
+        # If vectors are split into parts, the kernels cannot normalize them, and have no registers
+        # for a second array of keys.
         queries, keys, values = inputs.joined()
         cached = scale = None
     # The first Z keys are cached ones, so the window of token t ends with key t + Z - `nearest`.
@@ -44,8 +45,9 @@ def window_attention(
     dropout = inputs.dropout
     return gpu.attend(
         queries, keys, values, spans, cached=cached, scale=scale,
-        # The strip hides keys outside of the window, and spans those of other documents. If windows
-        # are whole tiles and documents begin at whole tiles, spans need not mask single logits.
+        # The strip hides keys outside of the window, and the spans hide keys of other documents. If
+        # windows consist of whole tiles and documents begin at tiles, the spans need not be applied
+        # to single logits.
         whole_tiles=inputs.part % TILE == 0 and window % TILE == 0,
         bias=strip, by_distance=True, learned=inputs.bias is not None,
         factors=None if dropout is None else dropout.factors(jnp.dtype("float32")),

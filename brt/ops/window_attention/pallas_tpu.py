@@ -3,8 +3,8 @@
 The kernels keep the keys and values of two blocks on the chip, so they support only windows up to a
 certain length. A longer window is split into sub-windows of S keys. If keys and values are delayed
 by a multiple of S places, the keys of a sub-window become the nearest S keys of a query. The
-log-sum-exps tell how to combine the outputs. In shapes, D is the number of parts of the segment, at
-whose starts documents may start.
+log-sum-exps tell how to combine the outputs. In shapes, D is the number of parts of the segment;
+documents start only at starts of parts.
 """
 
 import functools
@@ -78,7 +78,7 @@ def window_attention(
 ) -> AttentionPart:
     """Implements `api.local_attention`; its dropout is None or a `DropoutMask`.
 
-    T is a multiple of W, or of the sub-window into which the window is split. If `interpret`
+    T is a multiple of W or, if the window is split, of the length of a sub-window. If `interpret`
     is True, the kernels run on any device, slowly, and with windows of any size.
     """
     window, dropout = inputs.window, inputs.dropout
@@ -121,8 +121,8 @@ def attend_to_subwindows(
     """Returns window attention, merged from calls of `attend` for sub-windows of `size` keys.
 
     If a token sees no key, the log-sum-exp is `softmax.FLOOR` plus the logarithm of the number of
-    sub-windows. A document may begin (`first`) after the tokens that `attend` gets; these then see
-    no key.
+    sub-windows. Because keys are delayed, `attend` may get a place `first` that lies after a token.
+    Such a token sees no key of the sub-window.
     """
     window, tokens, bias = inputs.window, inputs.keys.shape[1], inputs.bias
     pairs = zip(inputs.cached, (inputs.keys, inputs.values), strict=True)
@@ -143,11 +143,12 @@ def attend_to_subwindows(
 
 
 def _delayed(first: Int[Array, "B D"], part: int, size: int, delay: int) -> Int[Array, "B D2"]:
-    """Returns `WindowInputs.first` for keys that are delayed by `delay` places."""
+    """Returns `WindowInputs.first` for keys delayed by `delay` places, for D2 >= D parts."""
     # If parts consist of whole blocks of `size` tokens, the kernel can hide only the whole previous
-    # block, which suffices if a document starts no later than the block of its query. With delayed
-    # keys, it may start in a later block. Therefore the segment is split into parts of half a
-    # block, for which the kernel compares the place of every key with the start of the document.
+    # block. This suffices only if the document of a query starts no later than the query's block.
+    # With delayed keys, the document may start in a later block. Therefore the segment is split
+    # into parts of half a block. With such parts, the kernel compares the place of every key with
+    # the start of the document.
     if part % size == 0:
         first = jnp.repeat(first, 2 * part // size, axis=1)
     return first + delay

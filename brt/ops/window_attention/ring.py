@@ -1,8 +1,8 @@
 """Window attention of the tokens that a decoder reads or writes one by one, or a few at a time.
 
 The keys of the last W tokens are in a ring buffer of W slots: the token at place p of a block is in
-slot p mod W. The T tokens that are read now are not in it yet; their keys and values are separate
-arrays, so that the much larger buffer is not copied.
+slot p mod W. The T tokens that are read now are not in the buffer yet. Their keys and values are
+separate arrays, so that the much larger buffer is not copied.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from brt.ops.softmax import MASKED, soft_capped, softmax_and_lse
 
 
 class ReadyRing(NamedTuple):
-    """Keys and values in the order of axes in which products read them, normalized and rotated."""
+    """Keys (normalized and rotated) and values, with the axes in the order that products read."""
 
     keys: Float[Array, "B G K W"]
     values: Float[Array, "B G W K"]
@@ -27,9 +27,10 @@ def ready_ring(keys: Float[Array, "B W G K"], values: Float[Array, "B W G K"]) -
 
 
 def ring_places(window: int, position: Int[Array, " B"]) -> Int[Array, "B W"]:
-    """Returns the place of the token in each slot, relative to the start of the row's open block.
+    """Returns the place of the token in each slot, relative to the start of the current block.
 
-    `position` tokens of this block are in the ring buffer; earlier tokens have negative places.
+    `position` tokens of this block are in the ring buffer. Tokens of earlier blocks have negative
+    places.
     """
     newest = position[:, None] - 1
     return newest - (newest - jnp.arange(window)[None]) % window
@@ -53,9 +54,9 @@ def ring_attention(
 
     Args:
       queries: normalized, rotated and multiplied by any scale.
-      own: keys, normalized and rotated, and values of the T tokens.
-      read: the number of tokens before the first of the T tokens that may be read, such as those of
-        its document. Larger numbers than W have no effect.
+      own: the keys of the T tokens, normalized and rotated, and their values.
+      read: how many tokens before the first of the T tokens may be read, for example the tokens of
+        the same document. Numbers above W have the effect of W.
       position: the place of the first of the T tokens in its block.
     """
     batch, tokens, heads, size = queries.shape
@@ -66,8 +67,9 @@ def ring_attention(
     here = position[:, None] + ahead[None]
     places = jnp.concatenate([ring_places(window, position), here], axis=1)
     distances = here[:, :, None] - places[:, None]
-    # The axes of `rows` are [B, G, R T, K]. With the queries as the left factor, the products are
-    # several times as fast on CPUs as in the order that `jnp.einsum` chooses.
+    # The axes of `rows` are [B, G, R T, K], where R = H / G heads of queries share a head of keys.
+    # With the queries as the left factor, the products are several times as fast on CPUs as in the
+    # order that `jnp.einsum` chooses.
     rows = queries.reshape(batch, tokens, groups, -1, size).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(batch, groups, -1, size)
     new = [x.swapaxes(1, 2) for x in own]

@@ -1,14 +1,17 @@
 """Window attention in plain XLA: tiles of rows with the range of keys that each may see.
 
-A tile has R consecutive queries (rows), and reads S = W + R keys, a range of complete tiles. For
-the R keys that a row does not see, the bias of the tile is MASKED. In return, every array is
-written by one matrix product and read by the next. Logits have the layout [keys, rows], and the
-sums divide the output, for the reasons that `softmax_attention.xla_cpu` gives.
+A tile has R consecutive queries (rows), and reads S = W + R keys, a range of complete tiles. A row
+sees only W of these keys; for the other R keys, the bias of the tile is MASKED. The masked logits
+are computed in vain, but every array is written by one matrix product and read by the next. Logits
+have the layout [keys, rows], and the sums divide the output, for the reasons that
+`softmax_attention.xla_cpu` gives.
 
-XLA recomputes an array in each loop that reads it, if the computation seems cheap. It is in fact
-expensive for the bias tile and for transposed keys and values, which `layout` therefore stores.
+XLA recomputes an array in each loop that reads it, if the computation seems cheap. For the bias
+tile and for transposed keys and values, the computation is in fact expensive, so functions of
+`layout` store these arrays.
 
-In shapes, M is the number of tiles of a segment, and Z of tiles including those of the cache.
+In shapes, M is the number of tiles of a segment, Z of tiles including those of the cache, and N of
+blocks of W tokens.
 """
 
 from functools import reduce
@@ -44,7 +47,7 @@ def tile_rows(window: int) -> int:
 def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
     """Returns the array with entries [h, r, c] = bias[h, (r - c) mod W]."""
     heads, window = bias.shape
-    # This needs no gather, and the gradient no scatter.
+    # The following computation needs no gather, and its gradient needs no scatter.
     # The vector of W numbers is repeated. If the repeated numbers are cut into rows of W + 1
     # entries, each row is shifted by one place from the row before.
     repeated = jnp.tile(jnp.roll(bias, -1, axis=1), (1, rows + 1))[:, : rows * (window + 1)]
@@ -53,7 +56,7 @@ def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
 
 @by_head_of_group
 def window_attention(inputs: WindowInputs, *, attend_to_self: bool) -> AttentionPart:
-    """Implements `api.local_attention` of blocks of W tokens, with a `DropoutMask` or without."""
+    """Implements `api.local_attention` for blocks of W tokens; dropout is a mask or None."""
     queries, keys, values = inputs.joined()
     window, heads = inputs.window, queries.shape[2]
     rows, blocks = tile_rows(window), queries.shape[1] // window
@@ -79,7 +82,7 @@ def window_attention(inputs: WindowInputs, *, attend_to_self: bool) -> Attention
 
 
 def _bias_tile(bias: Float[Array, "H W"], rows: int, nearest: int) -> Float[Array, "H S R"]:
-    """Returns the transposed bias of `inputs.bias_band` for a tile."""
+    """Returns the bias of a tile, as `inputs.bias_band` returns it, but transposed."""
     # The padded bias has an entry for every distance between a row and a key of the tile.
     window, padding = bias.shape[1], (nearest, 2 * rows - nearest)
     by_distance = jnp.pad(bias, ((0, 0), padding), constant_values=MASKED)
@@ -88,7 +91,7 @@ def _bias_tile(bias: Float[Array, "H W"], rows: int, nearest: int) -> Float[Arra
 
 
 def _key_mask(cache_mask: Bool[Array, "B N"], window: int, rows: int) -> Bool[Array, "B M S"]:
-    """Returns True where a tile may read key s; keys of its own block are always readable."""
+    """Returns True where a tile may read a key; it may always read the keys of its own block."""
     place = np.arange(window // rows)
     # The first axis of `own_block` has the tiles of a block, and the second axis has the S keys
     # that a tile may see.
@@ -100,7 +103,11 @@ def _key_mask(cache_mask: Bool[Array, "B N"], window: int, rows: int) -> Bool[Ar
 def _dropout_tiles(
     dropout: DropoutMask | None, blocks: int, rows: int
 ) -> Float[Array, "M H S R"] | None:
-    """Returns factors for the keys of each tile; `dropout` is by slot (see `api.window_part`)."""
+    """Returns factors for the S keys and R queries of each tile.
+
+    The mask `dropout` has W slots for each query of a block. Slot c is for key c of the query's own
+    block or of the block before, whichever the query sees (see `api.window_part`).
+    """
     if dropout is None:
         return None
     factors = dropout.factors(jnp.dtype("float32"))
@@ -140,7 +147,7 @@ def _visible_keys_backward(
     """Computes the gradient of `_visible_keys`."""
     stretches = jnp.split(gradient, gradient.shape[3] // rows, axis=3)
     last = len(stretches) - 1
-    # Range j of query tile m is key tile m + j.
+    # Range j of the keys that query tile m sees is key tile m + j.
     padded = (
         jnp.pad(part, ((0, 0), (j, last - j), (0, 0), (0, 0), (0, 0)))
         for j, part in enumerate(stretches)

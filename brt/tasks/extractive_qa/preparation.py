@@ -63,8 +63,8 @@ class WindowRow(NamedTuple):
     question: int  # index of the question in the store
     start: int  # index of the window's first token in the context
     stop: int  # index of the token after the window's last one
-    # Positions of the first and last token of the answer in the model's input; 0, the first special
-    # token, if the window does not contain the whole answer.
+    # Positions of the answer's first and last token in the model's input. Both are 0, the position
+    # of the first special token, if the window does not contain the whole answer.
     answer_start: int
     answer_end: int
 
@@ -75,8 +75,8 @@ class QuestionStore(RowStore):
 
     tokenizer: TextTokenizer
     contexts: Ragged  # token ids, int32 [T]
-    # For each context, int32 [T, 2]: the index of the first character that each token stands for,
-    # and of the character after the last one.
+    # For each context, int32 [T, 2]: the index of the first character that a token stands for, and
+    # the index of the character after the token's last character.
     spans: Ragged
     questions: Ragged  # token ids, int32 [T], cut to the maximum length
     context_of: Int[np.ndarray, " questions"]  # index of each question's context
@@ -140,9 +140,9 @@ class QuestionStore(RowStore):
         return around + len(self.questions[self.rows[row, 0]])
 
     def context_mask(self, rows: np.ndarray, length: int) -> Bool[np.ndarray, "B T"]:
-        """Returns a mask of the inputs of windows that is True for the tokens of the context, the
-        only ones that a predicted answer may contain.
+        """Returns a mask of the inputs of windows that is True for the tokens of the context.
 
+        A predicted answer may contain only these tokens.
         `rows` are indices of windows; -1 is an empty row, whose mask is False. Inputs are padded to
         `length` tokens.
         """
@@ -154,8 +154,9 @@ class QuestionStore(RowStore):
         return mask
 
     def text(self, row: int | np.integer, start: int, end: int) -> str:
-        """Returns the text, without spaces at its ends, of the tokens with the positions `start` to
-        `end` (inclusive) in the input of a window.
+        """Returns the text of the tokens from `start` to `end`, without spaces at its ends.
+
+        `start` and `end` are the positions of the first and the last token in a window's input.
         """
         window = self.window(row)
         if window.start == window.stop:
@@ -167,10 +168,10 @@ class QuestionStore(RowStore):
 
 
 def windows(length: int, size: int, overlap: int) -> list[range]:
-    """Returns windows of at most `size` tokens that cover a text and share `overlap` tokens.
+    """Returns windows of at most `size` tokens that cover a text of `length` tokens.
 
-    A window is the range of the indices of its tokens. An empty text has one empty window. The
-    overlap is less than `size`.
+    A window is the range of the indices of its tokens. Neighbouring windows share `overlap` tokens,
+    which is less than `size`. An empty text has one empty window.
     """
     cuts = [range(min(size, length))]
     while cuts[-1].stop < length:
@@ -183,7 +184,8 @@ def token_range(spans: Int[np.ndarray, "T 2"], start: int, stop: int) -> tuple[i
     """Returns the indices of the first and last token that overlap a range of characters; None if
     no token does.
 
-    `stop` is the character after the last one, as is the second column of `spans`.
+    `spans` has, for each token, the index of its first character and the index after its last
+    character. `start` and `stop` describe the range of characters in the same way.
     """
     (tokens,) = np.nonzero((spans[:, 0] < stop) & (spans[:, 1] > start))
     return (int(tokens[0]), int(tokens[-1])) if len(tokens) else None
@@ -218,7 +220,7 @@ class QuestionPreparation(TextPreparation):
         return row.context
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Question | BadRow]:
-        """Yields the questions; one that has the id of an earlier question becomes a BadRow."""
+        """Yields the questions. A question with the id of an earlier one becomes a BadRow."""
         seen: set[str] = set()
         no_answer = self.section.no_answer
         for row in generated.read(names, questions, lambda files: squad.read(files, no_answer)):
@@ -265,8 +267,10 @@ class QuestionPreparation(TextPreparation):
 def _located(
     rows: Iterable[Question | BadRow], contexts: dict[str, Encoding], tokenizer: TextTokenizer
 ) -> Iterator[tuple[Question, tuple[int, int] | None] | BadRow]:
-    """Yields questions with the token span of their first answer (None if they have no answer), and
-    adds the encodings of their contexts to `contexts`.
+    """Yields each question with the token span of its first answer (None if it has no answer).
+
+    A question whose answer contains no token becomes a BadRow. The encoding of each context is
+    added to `contexts`.
     """
     for row in rows:
         if isinstance(row, BadRow):
@@ -295,8 +299,8 @@ def _rows(
 ) -> Iterator[WindowRow]:
     """Yields the windows of a question.
 
-    `question` is its index, `length` the number of tokens of its context, and `answer` the answer's
-    first and last token in the context.
+    `question` is the index of the question, and `question_length` its number of tokens. `length` is
+    the number of tokens of the context, and `answer` the answer's first and last token in it.
     """
     room = section.max_length - tokenizer.special_count(2) - question_length
     first = len(tokenizer.begin) + question_length + len(tokenizer.between)

@@ -98,7 +98,7 @@ def question(
 
 
 def _problem(answer: Any, context: str) -> str:
-    """Describes the fault of a member of `answers` in a phrase; "" if it has none."""
+    """Returns a phrase that describes the fault of an answer in a file; "" if it has no fault."""
     text = answer.get("text") if isinstance(answer, Mapping) else None
     start = answer.get("answer_start") if isinstance(answer, Mapping) else None
     if not isinstance(text, str) or not text.strip() or not isinstance(start, int):
@@ -141,7 +141,10 @@ def _row_question(row: Row, no_answer: bool) -> Question | BadRow:
 
 
 def _decoded(value: Any) -> Any:
-    """Returns a value with arrays as lists and bytes as text; ValueError if a text is not UTF-8."""
+    """Returns a value in which arrays are converted to lists, and bytes to text.
+
+    Raises ValueError if bytes are not UTF-8.
+    """
     if isinstance(value, Mapping):
         return {name: _decoded(part) for name, part in value.items()}
     if isinstance(value, list | np.ndarray):
@@ -150,7 +153,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _entries(name: str, content: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yields each question of a JSON file: its context, its position for messages, its entry."""
+    """Yields the context, the position (for messages) and the entry of each question of a file."""
     for i, article in enumerate(_list(content, "data", name)):
         for j, paragraph in enumerate(_list(article, "paragraphs", f"{name}: data[{i}]")):
             where = f"{name}: data[{i}].paragraphs[{j}]"
@@ -186,7 +189,8 @@ def normalized(answer: str) -> str:
 def score(prediction: str, answers: Sequence[str]) -> Score:
     """Returns exact match and F1 of a prediction, each the maximum over the true answers.
 
-    As in the script of SQuAD 2.0, answers that are empty after normalisation count only if all are.
+    As in the script of SQuAD 2.0, answers that are empty after normalisation are left out. If no
+    answer remains, the only true answer is "".
     """
     golds = [text for text in answers if normalized(text)] or [""]
     exact = max(normalized(prediction) == normalized(gold) for gold in golds)

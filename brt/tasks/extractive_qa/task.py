@@ -30,8 +30,8 @@ class WindowPrediction(NamedTuple):
 
     row: int  # index of the window in the store
     start: int  # position of the best span's first token in the window's input
-    end: int  # position of its last token
-    score: float  # score of the best span, the sum of the logits of its start and end
+    end: int  # position of the best span's last token in the window's input
+    score: float  # score of the best span: the logit of its start plus the logit of its end
     # Sum of the start and end logits of the input's first token, which stands for "no answer in
     # this window".
     no_answer: float
@@ -41,10 +41,11 @@ class WindowPrediction(NamedTuple):
 class AnswerEvaluator(HeadEvaluator):
     """Evaluates question answering; the answer to a question is the best answer of its windows.
 
-    Exact match and F1 are defined as for SQuAD: for each question the maximum over its true
-    answers, in percent, averaged over questions. A window has two places to predict, the first and
-    the last token of the answer. Bits per place are -log2 p of the true places, averaged over the
-    places of all windows. Questions that were left out when the data were prepared do not count.
+    Exact match and F1 are defined as for SQuAD. The score of a question is the highest score that
+    its prediction reaches against one of the true answers. The metrics are averages over questions,
+    in percent. A window has two places to predict, the first and the last token of the answer. Bits
+    per place are -log2 p of the true places, averaged over the places of all windows. Questions
+    that were left out when the data were prepared do not count.
     """
 
     compared_metric = "exact_match", "exact match {:.2f} %"
@@ -52,8 +53,9 @@ class AnswerEvaluator(HeadEvaluator):
     forms = {"exact_match": "{:.2f} %", "f1": "{:.2f} %", "bits_per_place": "{:.4f}"}
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """Returns a function whose third argument is the mask of `QuestionStore.context_mask`, and
-        whose results are the fields of WindowPrediction except for `row`, arrays [B].
+        """Returns a function of the parameters, a batch and a mask (`QuestionStore.context_mask`).
+
+        The function returns the fields of `WindowPrediction`, except for `row`, as arrays [B].
         """
         longest = config.questions.max_answer_length
 
@@ -99,8 +101,8 @@ def best_answer(
 ) -> dict[str, Any]:
     """Returns the prediction for a question: the best answer in the windows of its context.
 
-    As in the baselines of SQuAD 2.0, the prediction is "" (no answer) only if the no-answer scores
-    of all windows exceed the score of the best span, and `no_answer` is True.
+    If `no_answer` is True, the prediction may be "" (no answer). As in the baselines of SQuAD 2.0,
+    it is "" if the no-answer score of every window exceeds the score of the best span.
     """
     best = max(windows, key=lambda window: (window.score, -window.row))
     no_answer_score = min(window.no_answer for window in windows)
@@ -116,9 +118,9 @@ def best_answer(
 def average_scores(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the averages of exact match and F1 over questions, in percent, by name.
 
-    Each of `rows` is a question, whose scores are from 0 to 1. If some questions have no answer,
-    there are also averages over the questions with an answer, whose names begin with "answerable_",
-    and over the others ("unanswerable_").
+    Each of `rows` is a question with scores from 0 to 1. If some questions have no answer, there
+    are also averages over two groups of questions. The names of the averages over questions with an
+    answer begin with "answerable_", and over questions without an answer with "unanswerable_".
     """
     kinds = {"": rows, "answerable_": [r for r in rows if r["answers"]]}
     if len(kinds["answerable_"]) == len(rows):

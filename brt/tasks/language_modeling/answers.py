@@ -44,7 +44,10 @@ class ScoredAnswer(NamedTuple):
 
 
 def answer_spans(store: TokenStore, tokenizer: Tokenizer) -> dict[int, list[AnswerSpan]]:
-    """Returns the answers in each document of a memory task, by its index; {} without any."""
+    """Returns the answers in each document of a memory task, by the index of the document.
+
+    Other documents have no entry.
+    """
     spans: dict[int, list[AnswerSpan]] = {}
     for document, name in enumerate(store.names):
         if not name.startswith(MEMORY):
@@ -181,7 +184,7 @@ def _line(label: str, count: str, cells: Sequence[str], widths: Sequence[int]) -
 
 
 def draw(columns: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Returns a plot (PNG) of exact answers against distance; `columns` is as in `table_lines`."""
+    """Returns a plot (PNG) of the share of exact answers; `columns` is as in `table_lines`."""
     from brt.drawing import distance_plot, png
 
     lines = {

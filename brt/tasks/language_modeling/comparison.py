@@ -4,9 +4,11 @@ The report says in which classes of tokens one model is better than the other, w
 intervals over documents. Models with different tokenizers are compared by documents only, because
 they have no tokens in common.
 
-A *term* is a word, an identifier or a LaTeX command. The class of a token says to which kind of
-term it belongs, and where the term occurred before. The classes show what a memory is good for:
-only a memory can recall a name that occurred before, but not within the window.
+A *term* is a LaTeX command, or a sequence of letters, digits and underscores that does not begin
+with a digit. There are two kinds of terms: *names*, which `token_classes` defines, and *words*,
+which are all other terms. The class of a token says to which kind of term the token belongs, and
+where the term occurred before. The classes show what a memory is good for: only a memory can recall
+a name that occurred before, but not within the window.
 """
 
 import codecs
@@ -82,13 +84,17 @@ stands for {most:g} bits or more. Point at a token to see the bits of both.</p>
 def token_classes(pieces: Sequence[bytes], window: int) -> Int[np.ndarray, " T"]:
     """Returns the class of each token of a document, as an index into `CLASSES`.
 
-    A token has the class of the first term of which it contains a part. A term is a name if it has
-    a digit, an underscore, a backslash or a capital letter behind its first character, if it is a
-    single letter other than the words "a", "I" and "O", or if it begins with a capital letter and
-    the document never has it with a small letter.
+    The class of a token is the class of the first term that lies at least partly in the token. A
+    term is a name in these cases:
 
-    A term occurred within the window if the last token of its previous occurrence is at most
-    `window` tokens before its own first token, and beyond the window if it occurred only earlier.
+      * it contains a digit, an underscore or a backslash, or a capital letter behind its first
+        character;
+      * it is a single letter other than the words "a", "A", "I" and "O";
+      * it begins with a capital letter, and the document never has the term in small letters.
+
+    A term occurred within the window if the last token of the term's previous occurrence is at most
+    `window` tokens before the first token of this occurrence. If the previous occurrence is farther
+    back, the term occurred beyond the window.
     """
     text = b"".join(pieces)
     ends = np.cumsum([len(piece) for piece in pieces])
@@ -120,16 +126,16 @@ class Document(NamedTuple):
 
     name: str
     pieces: Sequence[bytes]  # the bytes of each of the T tokens
-    nats: np.ndarray  # float64 [T], nats in the first model
-    other: np.ndarray  # float64 [T], nats in the other model
+    nats: np.ndarray  # float64 [T], nats of each token in the first model
+    other: np.ndarray  # float64 [T], nats of each token in the other model
     classes: np.ndarray  # int [T], class of each token; see `token_classes`
 
 
 def page_html(documents: Sequence[Document], *, other: str, without: str | None) -> str:
     """Returns an HTML page with the documents, which needs no other file.
 
-    `other` is the name of the other run, whose model read without the part `without` of its memory;
-    None stands for no part.
+    `other` is the name of the other run. `without` is the part of the memory that was reset while
+    the model of the other run read; None if no part was reset.
     """
     name = formatting.html(other + (f" without {without}" if without else ""))
     parts = [
@@ -175,8 +181,8 @@ def group_rows(
     """Compares two models on groups of tokens; returns a row for each group with tokens, as JSON.
 
     A row has the name of the group (as `key`), the number of tokens, the bits per token of both
-    models, their difference with half of its 95 % confidence interval over documents, and the share
-    of the group in the difference of all tokens.
+    models, their difference with half of its 95 % confidence interval over documents, and the
+    group's share of the difference over all tokens.
 
     Args:
       groups: the group of each token of each document, as an index into `names`.
@@ -184,7 +190,10 @@ def group_rows(
     """
 
     def sums(values: Iterable[np.ndarray | None]) -> np.ndarray:
-        """Returns sums over each group's tokens, [documents, groups]; None counts the tokens."""
+        """Returns the sums of `values` over the tokens of each group, [documents, groups].
+
+        If the values of a document are None, its tokens are counted.
+        """
         weighted = zip(groups, values, strict=True)
         return np.asarray([np.bincount(own, weight, len(names)) for own, weight in weighted])
 
@@ -206,10 +215,10 @@ def group_rows(
 
 
 def range_starts(window: int, longest: int) -> list[int]:
-    """Returns the starts of ranges of positions, of which the last has no end.
+    """Returns the first position of each range of positions in a document.
 
-    The first range has the length of the window in tokens, and each further range ends at four
-    times the position of its start.
+    The first range has the length of the window in tokens. Each further range ends at four times
+    its first position, except for the last range, which has no end.
     """
     starts = [0, window]
     while 4 * starts[-1] < longest:

@@ -41,7 +41,8 @@ def generated(
             session.read(store.document(document)[: span.start])
             memories.append(session.memory)
             control.progress(len(store.document(document)))
-        unused = memories[-1:] * (size - len(memories))  # Equal sizes avoid recompilation.
+        # The last batch is filled up, because a batch of another size would need another program.
+        unused = memories[-1:] * (size - len(memories))
         written = session.search_each([*memories, *unused], config.decoding)
         for document, ids in enumerate(written[: len(memories)], first):
             found.append(_summary(store, document, spans[document], ids, tokenizer, special))

@@ -54,9 +54,13 @@ class ContinuationScorer:
     def _later(
         self, variables: Variables, memory: Memory, tokens: Int[np.ndarray, "B T"]
     ) -> list[list[np.ndarray]]:
-        """Returns the scores of all tokens but the first: [nats, right] of pieces of the texts."""
+        """Returns the scores of all tokens of the texts, except for the first token of each.
+
+        The texts are read in pieces. The result has two arrays for each piece: the nats of the
+        tokens, and True for each token that is the most probable one.
+        """
         separate = with_kernels(variables, separate_kernels(self._model, variables, lanes=1))
-        # The program reuses the arrays of the memory that it gets, so this is a copy.
+        # The program overwrites the arrays of the memory that it gets, so it gets a copy.
         memory = self._repeat(jax.tree.map(jnp.array, memory), lanes=len(tokens))
         start, found, last = 0, [], tokens.shape[1] - 1
         while start < last:
@@ -91,10 +95,10 @@ def _read_and_score(
     tokens: Int[Array, "B D"],
     count: Int[Array, ""],
 ) -> tuple[Memory, Float[Array, "B C"], Bool[Array, "B C"]]:
-    """Reads the first `count` of D tokens, which must fit into the block that is not full yet.
+    """Reads the first `count` of D tokens, for which the memory's open block must have room.
 
-    Returns the new memory, whose block the caller ends if it is full now, and the scores of the
-    token that follows each of the `count` tokens.
+    Returns the new memory, and the scores of the token that follows each of the `count` tokens. If
+    the open block of the new memory is full, the caller has to end the block.
     """
 
     def add_token(i: Int[Array, ""], so_far: tuple) -> tuple:

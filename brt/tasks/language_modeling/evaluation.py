@@ -52,16 +52,18 @@ from brt.types import Batch, Variables
 
 
 def end_id(config: Config) -> int | None:
-    """Returns the id that is scored after the last token of a document, the first of Model.end_ids;
-    None if the ends of documents are not scored.
+    """Returns the id that is scored after the last token of a document: the first of Model.end_ids.
+
+    Returns None if the ends of documents are not scored.
     """
     ids = config.model.end_ids if config.data.score_ends != "no" else ()
     return ids[0] if ids else None
 
 
 def resolved(config: Config) -> Config:
-    """Returns the config with Data.score_ends = 'yes' or 'no' instead of 'auto'; raises ConfigError
-    if 'yes' is set and the model has no end token.
+    """Returns the config with Data.score_ends = 'yes' or 'no' instead of 'auto'.
+
+    Raises ConfigError if the setting is 'yes' and the model has no end token.
     """
     check(
         config.data.score_ends != "yes" or bool(config.model.end_ids),
@@ -132,8 +134,10 @@ class TextScorer:
     def __call__(
         self, variables: Variables, tokens: Int[np.ndarray, " T"]
     ) -> Float[np.ndarray, " T"]:
-        """Returns the nats of each token. The text is read in segments of Evaluation.segment_length
-        tokens (the last may be shorter); caches and states are carried from segment to segment.
+        """Returns the nats of each token.
+
+        The text is read in segments of Evaluation.segment_length tokens, except for the last one,
+        which may be shorter. Caches and states are carried from segment to segment.
         """
         length, window = self._config.evaluation_segment_length, self._config.model.block_length
         carry, nats = place_like(new_state(self._config.model, 1), variables.params), []
@@ -153,7 +157,11 @@ class TextScorer:
 
 
 def _halved(length: int, block: int, tokens: int) -> int:
-    """Halves `length` while whole blocks still hold all `tokens`: little padding, few programs."""
+    """Returns the length of a segment: `length`, halved while it still holds `tokens` tokens.
+
+    The result is a multiple of `block`. A short last segment thus has little padding, and only a
+    few lengths occur, for each of which a program is compiled.
+    """
     while length % (2 * block) == 0 and tokens <= length // 2:
         length //= 2
     return length
@@ -181,8 +189,9 @@ def text_metrics(
     """Returns the metrics of a text by name, given its counts and total nats.
 
     Word perplexity is exp(nats per word), as for PG-19. It is None if white space does not separate
-    words, as in Chinese, or if it is huge. If tokens do not reproduce `lost` bytes of the text,
-    only bits per token is defined, and the others are None. BOS and padding do not count as tokens.
+    words, as in Chinese, or if it is huge. `lost` is the number of bytes of the text that the
+    tokens do not reproduce. If it is above 0, only bits per token are defined; the figures per
+    byte, character and word are None. BOS and padding do not count as tokens.
     """
     bits = nats / math.log(2)
     separated = not lost and words and characters <= LONGEST_WORDS * words
@@ -211,8 +220,8 @@ class SplitScores:
     # Speed without the first segment, which includes compilation; None if there is only one
     # segment.
     tokens_per_second: float | None
-    answered: Sequence[answers.ScoredAnswer] = ()  # answers of memory tasks that were read
-    tokens: Sequence[np.ndarray] = ()  # nats of each token of each document, if they were kept
+    answered: Sequence[answers.ScoredAnswer] = ()  # scores of the answers in memory tasks
+    tokens: Sequence[np.ndarray] = ()  # nats of each token of each document; () if not kept
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -230,10 +239,11 @@ class SplitScores:
 class DocumentEvaluator:
     """Evaluates whole documents.
 
-    If `whole` is False, only Evaluation.tokens_per_document tokens of each document are read, but
-    pairs are read whole. With `request.ablate`, a second pass over the split resets this part of
-    the memory before every segment; with `request.generate`, completions are generated, too. Raises
-    ConfigError if no layer has such a part, or if the split has no completions to generate.
+    An evaluation that is called with `whole=False` reads only the first
+    Evaluation.tokens_per_document tokens of each document, but it reads pairs whole. If
+    `request.ablate` names a part of the memory, a second pass over the split resets this part
+    before every segment. If `request.generate` is True, completions are generated, too. Raises
+    ConfigError if no layer has the part to reset, or if the split has no completions to generate.
     """
 
     unit = "tok"
@@ -419,10 +429,10 @@ class DocumentEvaluator:
         *,
         part: str | None,
     ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
-        """Reads a segment; if `forgets` is True, `part` of the memory (if any) is reset first.
+        """Reads a segment, and returns the results of `segment_scores`.
 
-        The flag is an argument of the program, so that the normal and the ablated pass use the same
-        compiled program. Returns the results of `segment_scores`.
+        If `forgets` is True, the part `part` of the memory is reset first. `forgets` is an argument
+        of the compiled program, so that the normal and the ablated pass use the same program.
         """
         if part:
             model = self._config.model
@@ -467,7 +477,11 @@ def _evaluation_result(results: list[SplitScores], plots: bool) -> EvaluationRes
 
 
 def _columns(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the report of each pass, by column title: "", or "without" and the part reset."""
+    """Returns the report of each pass, by the title of its column in a table.
+
+    The title of the first pass is "", and the title of a second pass is, for example, "without
+    state".
+    """
     second = report.get("ablation")
     return {"": report} | ({f"without {second['protocol']['ablate']}": second} if second else {})
 
@@ -499,8 +513,10 @@ def text(report: dict[str, Any]) -> str:
 
 
 def xz_bits_per_byte(store: TokenStore, tokenizer: Tokenizer) -> float | None:
-    """Returns the bits per byte of `xz -9e` on each document separately, as a baseline; None if the
-    documents are too large or only partly scored, or if the tokens do not reproduce the text.
+    """Returns the bits per byte of `xz -9e`, applied to each document separately, as a baseline.
+
+    Returns None if the documents are too large or only partly scored, or if the tokens do not
+    reproduce the text.
     """
     total = int(store.bytes.sum())
     if store.spans is not None:

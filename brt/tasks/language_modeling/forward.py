@@ -24,7 +24,7 @@ def predict(
     batch: Batch,
     dropout: Array | None = None,
 ) -> DecoderOutput:
-    """Returns the hidden vectors of every token of a segment, and the state after the segment.
+    """Returns the hidden vector of every token of a segment, and the state after the segment.
 
     `dropout` is a random key; None disables dropout.
     """
@@ -39,8 +39,11 @@ def predict(
 def segment_scores(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
-    """Returns the nats of every token of a segment, 0 if it is not scored; for every token, True if
-    the true token was the most likely one; and the state after the segment.
+    """Reads a segment, and returns three results:
+
+    * the nats of every token, which are 0 if the token is not scored;
+    * for every token, True if it was the most likely one;
+    * the state after the segment.
     """
     model = config.model
     hidden, carry, *_ = predict(config, variables, carry, batch)

@@ -3,10 +3,11 @@
 It consists of next-token cross-entropy, auxiliary losses of layers, and, in runs with distillation,
 the KL divergence from a teacher.
 
-In runs with distillation, the trained model learns from the same model that reads with a larger
-window. This teacher is a part of the train state, so that a run resumes without the directory of
-Training.init_from: its parameters are an entry of the model state (arrays that are not trained by
-gradients), and its caches are a part of the carry.
+In runs with distillation, the trained model learns from a teacher: the pretrained model of
+Training.init_from, which reads with a larger window. The teacher is a part of the train state, so
+that a run resumes without the directory of Training.init_from. The teacher's parameters are an
+entry of the model state (arrays that are not trained by gradients), and the teacher's caches are a
+part of the carry.
 """
 
 import dataclasses
@@ -90,8 +91,9 @@ def carry_of(config: Config, make: Callable[[Model], StackState]) -> StackState 
 
 
 def split_teacher(model_state: ModelState) -> tuple[ModelState, ModelState]:
-    """Returns the model state of the trained model, and a dict with the entry of the teacher's
-    parameters, {} if there is no teacher.
+    """Returns the model state of the trained model, and a dict with the teacher's parameters.
+
+    The second dict has the single entry `TEACHER`, or no entry if there is no teacher.
     """
     own = {name: state for name, state in model_state.items() if name != TEACHER}
     return own, {name: model_state[name] for name in model_state.keys() - own.keys()}
@@ -127,9 +129,14 @@ def extra_flops_per_token(config: Config) -> int:
 def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Float[Array, ""], Aux]:
     """Returns the loss of a batch, summed over scored tokens, and further results.
 
-    The loss is the cross-entropy, smoothed by Training.label_smoothing, plus the auxiliary losses
-    of layers, plus, in runs with distillation, the weighted KL divergence from the teacher, summed
-    over scored tokens, too. The nats of the `Aux` are the cross-entropy alone, without smoothing.
+    The loss is the sum of these terms:
+
+      * the cross-entropy, smoothed by Training.label_smoothing;
+      * the auxiliary losses of layers;
+      * in runs with distillation, the KL divergence from the teacher, summed over scored tokens and
+        multiplied by Distillation.weight.
+
+    The nats of the `Aux` are the cross-entropy alone, without smoothing.
     """
     training, batch = config.training, inputs.batch
     model_state, teacher = split_teacher(inputs.model_state)

@@ -126,8 +126,9 @@ def _adapter(source: ExportSource, tokenizer: Any, family: str | None) -> Export
 
 
 def _base_note(start: str) -> str:
-    """Returns a note about how to give PEFT the base of adapters: the model in `start`, from which
-    training began, and which is not in Hugging Face's format.
+    """Returns a note for the user that says how PEFT gets the base model of adapters.
+
+    The base is the model in `start`, from which training began. It is not in Hugging Face's format.
     """
     load = "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('BASE'), OUT)"
     if not Path(start).is_dir():
@@ -188,7 +189,7 @@ class LanguageModeling(Task):
         return fill_in_vocabulary(config, self.model, tokenizer, ids)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
-        """Returns a reader in whose batches each row continues the same row of the batch before."""
+        """Returns a reader of batches; row i of a batch continues row i of the batch before."""
         t = config.training
         return lanes.lane_reader(
             config.data, evaluation.documents(config, dataset, "train"), batch_size=t.batch_size,
@@ -259,7 +260,7 @@ class LanguageModeling(Task):
         return DocumentEvaluator(request)
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Also returns the rise of the bits when a part of the memory was reset, and ROUGE."""
+        """Also returns ROUGE scores, and the rise of the bits if a part of the memory was reset."""
         costs = {
             name: value for name, value in report.items() if name.startswith("ablation_costs_")
         }
@@ -274,7 +275,7 @@ class LanguageModeling(Task):
         return job.inspect(variables, request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns "xz -9e" and its bits per byte; None if unknown or without validation data."""
+        """Returns "xz -9e" and its bits per byte on validation data; None if they are not known."""
         held_out = dataset.splits.get("validation")
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return None
@@ -331,8 +332,10 @@ class LanguageModeling(Task):
     def start_model_state(
         self, config: Config, weights: Weights, initial: ModelState
     ) -> ModelState:
-        """The state of a layer is taken from the weights if the layer has the same kind there, and
-        so are the parameters of the teacher, if the run has one.
+        """Returns the initial model state, a part of which comes from the weights.
+
+        The state of a layer is taken if the layer has the same kind in the weights. If the run has
+        a teacher, the teacher's parameters are taken, too.
         """
         own, teacher = objective.split_teacher(initial)
         started = {

@@ -1,6 +1,7 @@
 """Warm start from another language model, which may have other kinds of layers.
 
-Parameters are stacked by runs of neighbouring layers of one kind (`brt.layers.runs`).
+A run is a sequence of neighbouring layers of one kind (`brt.layers.runs`). The arrays of a
+parameter in all layers of a run are stacked in one array.
 """
 
 import jax
@@ -27,7 +28,8 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
     new = by_layer(initial, model)
     missing = [name for name in new if name not in old]
     for name, array in new.items():
-        # The weights have an output kernel [1, H, K, D] where the model has one for two attentions.
+        # If the model's layer has an output kernel [2, H, K, D] for two attentions, the weights may
+        # have the kernel [1, H, K, D] for attention to tokens alone.
         one_attention = name.endswith("/output") and array.shape[0] == 2 and (1, *array.shape[1:])
         if name in old and old[name].shape == one_attention:
             old[name] = jnp.concatenate([old[name], array[1:].astype(old[name].dtype)])
@@ -42,11 +44,15 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
 
 
 def start_model_state(model: Model, weights: Weights, initial: ModelState) -> ModelState:
-    """Returns the initial model state, taken from weights for layers that have the same kind."""
+    """Returns the initial model state.
+
+    The state of a layer is taken from the weights if the layer has the same kind there.
+    """
     if not initial:
         return initial
     old = _layer_states(weights.load_model_state(), weights.model)
-    # States of layers that have another kind now are merged, too, but not read.
+    # `old` also has the states of layers that have another kind in the model. They are not read
+    # below, because their keys contain the kind that the layer has in the weights.
     layers = {**_layer_states(initial, model), **old}
     return {
         run.name: jax.tree.map(
@@ -68,9 +74,10 @@ def _layer_states(model_state: ModelState, model: Model) -> dict[tuple[str, int]
 
 
 def by_layer(params: PyTree[Array], model: Model, form: str = "layer {}: ") -> dict[str, Array]:
-    """Separates stacked parameters by layer; a name is, for example, "layer 3: tokens/keys".
+    """Separates stacked parameters by layer, and returns them by name.
 
-    `form` is the beginning of the names, in which {} stands for the index of the layer.
+    A name is, for example, "layer 3: tokens/keys". `form` is the beginning of the names, in which
+    {} stands for the index of the layer.
     """
     flat, layers = flatten_dict(params, sep="/"), {}
     for run in runs(model):

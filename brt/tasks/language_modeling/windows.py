@@ -1,8 +1,8 @@
 """Evaluates one model with several windows, to measure how much a longer context helps.
 
-Every document is read from its start to its end with each window, and every token is scored each
-time. The differences between windows are therefore paired by document. The difference between a
-small and the largest window shows how much a memory could improve a model with the small window.
+With each window, every document is read from its start to its end, and every token is scored. The
+differences between windows are therefore paired by document. The difference between a small window
+and the largest one shows how much a memory could improve a model with the small window.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class WindowEvaluator:
             for w in self.windows
         ]
         self._store = evaluation.documents(self._config, request.dataset, request.split)
-        self._edges = [0, *self.windows]  # Bits are reported by ranges of positions.
+        self._edges = [0, *self.windows]  # Bits are reported for ranges that begin here.
         self.total = sum(evaluator.total for evaluator in self._evaluators)
 
     def __call__(

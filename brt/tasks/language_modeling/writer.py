@@ -15,13 +15,13 @@ from brt.generation.session import Session
 from brt.tasks.writers import Prompt, StopFilter, WriteOptions, Writer
 
 MAX_TOKENS = 500
-# At most this number of prompts are continued at once, and fewer if their memories together have
-# more bytes than `_MOST_BYTES`.
+# At most `LANES` prompts are continued at once, and fewer if the memories of this number of prompts
+# had more than `_MOST_BYTES` bytes in total.
 LANES, _MOST_BYTES = 16, 1 << 31
 
 
 class _Text:
-    """A text that is generated; `ended` is True after an end token, which the text excludes."""
+    """A text that is generated. `ended` is True after an end token, which the text leaves out."""
 
     def __init__(self, tokenizer: Tokenizer, memory: Memory, end_ids: Sequence[int], stop: tuple):
         self._decoder = StreamDecoder(tokenizer, memory.unfinished_bytes()[0])
@@ -35,8 +35,9 @@ class _Text:
         return self.stops.add(self._decoder.decode(ids[~ends]))
 
     def rest(self) -> str:
-        """Returns the characters that were held back, when no more tokens follow; not to be called
-        if a stop string was found.
+        """Returns the characters that were held back.
+
+        This method is called after the last token, unless a stop string was found.
         """
         return self.stops.add(self._decoder.decode([], final=self.ended), final=True)
 
@@ -48,15 +49,16 @@ class TextWriter(Writer):
 
     def __init__(self, session: Session, config: Config, tokenizer: Tokenizer):
         self.session, self._config, self._tokenizer = session, config, tokenizer
-        self._several: dict[int, Session] = {}  # session for several texts, by their number
+        self._several: dict[int, Session] = {}  # session for several texts, by the number of texts
 
     def __call__(self, prompt: Prompt, options: WriteOptions) -> Iterator[str]:
         """Reads a prompt, and yields the continuation in parts, without the prompt.
 
         The prompt follows what the session has read. The continuation ends early at a token of
         Model.end_ids or before a stop string, and contains neither. After a stop string, the
-        session keeps the memory of the text before it. Unless an end token was sampled, bytes of an
-        unfinished character at the end are not yielded, but kept in the session's memory.
+        session keeps the memory of the text before the stop string. If the text ends within a UTF-8
+        character and no end token was sampled, the bytes of this character are not yielded, but
+        kept in the session's memory.
         """
         session = self.session
         if prompt:
@@ -77,10 +79,10 @@ class TextWriter(Writer):
         yield text.rest()
 
     def each(self, prompts: Sequence[Prompt], options: WriteOptions) -> Iterator[str]:
-        """Every prompt follows the text that the session has read; see `__call__`.
+        """Continues prompts, each of which follows the text that the session has read.
 
         A group of prompts is continued at once. The next group begins when all texts of a group
-        have ended.
+        have ended. The end of a continuation is described in `__call__`.
         """
         before = self.session.snapshot()
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(before))
@@ -149,11 +151,11 @@ class TextWriter(Writer):
             yield tokens[0]
 
     def _rewind(self, before: Memory, tokens: np.ndarray, text: str) -> None:
-        """Gives the session the memory after `text`, with which the text of the generated `tokens`
-        begins.
+        """Gives the session the memory that it has at the end of `text`.
 
-        The tokens of `text` are read again, starting from the memory `before`. If `text` ends
-        within a token, its characters after the last whole token are encoded anew.
+        `text` is the beginning of the text that the generated `tokens` stand for. The tokens of
+        `text` are read again, starting from the memory `before`. If `text` ends within a token, the
+        characters of `text` after the last whole token are encoded anew.
         """
         decoder = StreamDecoder(self._tokenizer, before.unfinished_bytes()[0])
         count = length = kept = 0

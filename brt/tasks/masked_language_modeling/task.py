@@ -51,9 +51,10 @@ _SHOWN = 300  # A sample of the model's guesses has at most this number of token
 
 
 def mask_batch(config: Config, batch: Batch, keys: Array) -> MaskedTokens:
-    """Chooses tokens to predict at random, and replaces most of them by the mask or another token.
+    """Chooses the tokens to predict, and replaces most of them by the mask or by another token.
 
-    The last id of the vocabulary is the mask. `keys` has a random key for each row.
+    The choice is random, and `keys` has a random key for each row. The last id of the vocabulary is
+    the mask.
     """
     return mask_tokens(
         batch.targets, batch.scored, keys,
@@ -85,7 +86,7 @@ class Predictions(NamedTuple):
 
     nats: Float[Array, "B R"]  # -log p(target); 0 for entries that are not scored
     guesses: Int[Array, "B R"]  # the most likely tokens
-    positions: Int[Array, "B R"]  # positions in the segment
+    positions: Int[Array, "B R"]  # positions of the masked tokens in the segment
     targets: Int[Array, "B R"]  # true tokens
     scored: Bool[Array, "B R"]  # False for the padding of segments with fewer masked tokens
 
@@ -93,7 +94,8 @@ class Predictions(NamedTuple):
 class MaskedEvaluator:
     """Evaluates predictions of masked tokens.
 
-    If `whole` is False, only Evaluation.tokens_per_document tokens of each document are read.
+    An evaluation that is called with `whole=False` reads only the first
+    Evaluation.tokens_per_document tokens of each document.
     """
 
     unit = "tok"
@@ -112,8 +114,8 @@ class MaskedEvaluator:
     ) -> Predictions:
         """Masks tokens of a batch, and returns the predictions of these tokens.
 
-        `segments` has for each row the index of its document and of its segment in the document,
-        which seed the choice of masked tokens.
+        For each row, `segments` has the index of the document, and the index of the segment in the
+        document. These two indices seed the choice of masked tokens.
         """
         config, key = self._config, jax.random.key(0)
         mask_key = jax.random.fold_in(key, _EVALUATION_MASKS)
@@ -176,7 +178,8 @@ class MaskedEvaluator:
     ) -> EvaluationResult:
         """Returns the metrics of all documents together (here, D is the number of documents).
 
-        `right` is the number of correct guesses, and `speed` the number of tokens per second.
+        `bits` and `masked` have the bits and the number of masked tokens of each document. `right`
+        is the number of correct guesses, and `speed` the number of tokens per second.
         """
         total = int(masked.sum())
         metrics = {
@@ -229,8 +232,10 @@ class MaskedEvaluator:
         raise AssertionError("every store has a first document")
 
     def _batches(self, tokens_per_document: int) -> Iterator[tuple[Batch, Int[np.ndarray, "B 2"]]]:
-        """Yields batches and, for each row, the indices of its document (-1 for an empty row) and
-        of its segment in the document.
+        """Yields pairs of a batch and the segments that its rows contain.
+
+        A segment is described by two indices: that of its document (-1 for an empty row), and that
+        of the segment in the document. If `tokens_per_document` is 0, all tokens are read.
         """
         length, store = self._config.evaluation_segment_length, self._store
         past: Counter[int] = Counter()
@@ -253,13 +258,16 @@ def token_entropy(tokens: Integer[np.ndarray, " N"] | OnDisk) -> float:
 
 
 def fill_masks(tokenizer: Tokenizer, tokens: np.ndarray, predictions: Predictions) -> str:
-    """Returns the start of a text with masked tokens as [guess], or as [guess|token] if wrong."""
+    """Returns the start of a text, in which [guess] stands for a masked token.
+
+    If the guess is wrong, [guess|token] also shows the true token.
+    """
     positions = predictions.positions[predictions.scored].tolist()
     guesses = dict(zip(positions, predictions.guesses[predictions.scored].tolist(), strict=True))
     parts, start = [], 0
     for position in sorted(p for p in guesses if p < _SHOWN):
         guess, token = guesses[position], int(tokens[position])
-        # The tokenizer cannot decode the id of the mask, which may be the guess.
+        # The guess may be the id of the mask, which the tokenizer cannot decode.
         shown = decode(tokenizer, [guess]) if guess < tokenizer.vocab_size else "MASK"
         wrong = "" if guess == token else f"|{decode(tokenizer, [token])}"
         parts += [decode(tokenizer, tokens[start:position]), f"[{shown}{wrong}]"]
@@ -323,8 +331,9 @@ class MaskedLanguageModeling(EncoderTask):
         return total, Aux(nats, count_scored(tokens.scored))
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """The baseline is the entropy of the frequencies of tokens in the validation data, the bits
-        per token of a model that knows only these frequencies.
+        """Returns the entropy of the token frequencies in the validation data as the baseline.
+
+        A model that knows only these frequencies needs this number of bits per token.
         """
         held_out = dataset.splits.get("validation")
         if not held_out:

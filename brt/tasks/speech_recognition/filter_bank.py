@@ -20,7 +20,8 @@ _KINDS = {2: "ADPCM", 3: "floats", 6: "A-law", 7: "mu-law", 0x11: "ADPCM", 0x31:
 _PCM, _EXTENSIBLE = 1, 0xFFFE
 # The end of the GUID of a format in an extensible WAV header; the format's tag comes before it.
 _SUFFIX = bytes.fromhex("000000001000800000aa00389b71")
-# Programs that write to a pipe do not know the size. They write 0, or a size of at least this.
+# Programs that write a wav file to a pipe do not know the file's size when they write the header.
+# They write 0 in place of the size, or a number that is not below this one.
 _STREAMED = 0x7FFFF000
 _CONVERT = "convert it, for example with `ffmpeg -i IN.wav -ac 1 -c:a pcm_s16le OUT.wav`"
 LOWEST_HZ = 20.0
@@ -32,7 +33,7 @@ FLOOR = 1e-10  # Smaller energies are replaced by this one, because 0 (silence) 
 def read_wav(path: Path) -> tuple[Float[np.ndarray, " N"], int]:
     """Returns the samples of a wav file, N values in [-1, 1), and its sample rate in Hz.
 
-    Raises DataError unless it is a complete file of one channel of PCM with 8 to 32 bits.
+    Raises DataError unless the file is complete and has one channel of PCM samples of 8 to 32 bits.
     """
     try:
         with untrusted.open_file(path) as file:
@@ -56,7 +57,10 @@ def read_wav(path: Path) -> tuple[Float[np.ndarray, " N"], int]:
 
 
 def _chunks(file: BufferedReader) -> tuple[bytes, bytes]:
-    """Returns the chunks "fmt " and "data" of a wav file; data of unknown length end with it."""
+    """Returns the chunks "fmt " and "data" of a wav file.
+
+    If the header does not say how long the chunk "data" is, it reaches to the end of the file.
+    """
     size = os.fstat(file.fileno()).st_size
     name, total, kind = struct.unpack("<4sI4s", file.read(12))
     if (name, kind) != (b"RIFF", b"WAVE"):
@@ -82,7 +86,7 @@ def _chunks(file: BufferedReader) -> tuple[bytes, bytes]:
 
 
 def _format(header: bytes) -> tuple[int, int, int]:
-    """Returns the number of channels, the bytes of a sample, and the sample rate."""
+    """Returns the number of channels, the number of bytes per sample, and the sample rate."""
     kind, channels, rate, _, _, bits = struct.unpack("<HHIIHH", header[:16])
     if kind == _EXTENSIBLE and header[26:40] == _SUFFIX:
         (kind,) = struct.unpack("<H", header[24:26])

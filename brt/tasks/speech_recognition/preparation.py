@@ -11,7 +11,7 @@ A store is a directory with these files:
     rows.npz        for each utterance, its offset in features.bin, the tokens of its transcript,
                     and its number of frames before frames were stacked; ids, speakers and
                     transcripts are JSON lists in UTF-8
-    manifest.json   written last: counts, number of features and time shift of the frames,
+    manifest.json   written last: counts, the number of features of a frame, the sample rate,
                     utterances that were left out, hashes
 
 Frames are stacked before they are written: a frame that a model reads consists of one or several
@@ -99,7 +99,7 @@ class Vocabulary:
         return np.array(ids, np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the transcript with these token ids; ids above the largest are `UNKNOWN`."""
+        """Returns the transcript with these token ids; ids that are too large become `UNKNOWN`."""
         tokens = [self.tokens[i] if i < len(self.tokens) else UNKNOWN for i in map(int, ids)]
         return ("" if self.unit == "characters" else " ").join(tokens)
 
@@ -147,7 +147,7 @@ class SpeechStore(RowStore):
 
     @property
     def width(self) -> int:
-        """Number of features of each frame after frames were stacked, as a model reads them."""
+        """Number of features of each frame that a model reads, after frames were stacked."""
         return self.manifest["width"]
 
     @property
@@ -215,8 +215,10 @@ class SpeechPreparation(RowPreparation):
         return Vocabulary.load(Path(name))
 
     def check_sources(self, hashes: Hashes) -> None:
-        """Accepts files that two splits have in common, such as a table of the wav files of all
-        splits; the utterances of the splits are compared instead when they are written.
+        """Does nothing, so that two splits may have files in common.
+
+        For example, a table may list the wav files of all splits. Instead of the files, `write`
+        compares the utterances of the splits.
         """
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
@@ -261,7 +263,10 @@ class SpeechPreparation(RowPreparation):
         )
 
     def _read(self, split: str) -> Iterator[Utterance]:
-        """Yields utterances; raises DataError unless all have one feature width and sample rate."""
+        """Yields the utterances of a split.
+
+        Raises DataError unless all have the same number of features and the same sample rate.
+        """
         recordings = self.read(split)
         if self.section.join > 1:
             orders = self.section.join_orders if split == "train" else 1
@@ -316,7 +321,7 @@ class SpeechPreparation(RowPreparation):
         return utterance
 
     def _speaker_moments(self, split: str) -> dict[str, Moments]:
-        """Returns the moments by speaker; {} if Speech.normalization is not "speaker"."""
+        """Returns the moments of each speaker; {} if Speech.normalization is not "speaker"."""
         if self.section.normalization != "speaker":
             return {}
 
@@ -334,7 +339,8 @@ class SpeechPreparation(RowPreparation):
     def _model_features(self, utterance: Utterance, moments: Mapping[str, Moments]) -> Features:
         """Returns the normalised and stacked frames that a model reads.
 
-        `moments` has the moments of each speaker; if empty, those of the utterance are used.
+        `moments` has the moments of each speaker. If it is empty, features are normalised with the
+        moments of the utterance itself.
         """
         features, how = utterance.features, self.section.normalization
         if how != "none":
@@ -343,7 +349,7 @@ class SpeechPreparation(RowPreparation):
         return utterances.stack_frames(features, self.section.stack)
 
     def _refuse_shared(self, utterance: Utterance, split: str) -> None:
-        """Raises DataError for speech that is in two splits, which would distort evaluations."""
+        """Raises DataError if an utterance is in two splits, because this distorts evaluations."""
         if not utterance.features.any():
             return  # Silence is not compared: it may have the same features in many utterances.
         content = utterance.transcript.encode() + utterance.features.tobytes()

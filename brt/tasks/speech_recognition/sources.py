@@ -10,8 +10,9 @@ A table (.tsv) has a line for each wav file. The header names the columns `file`
 and optionally `speaker` and `split`.
 
 Kaldi's data directories list utterances with wav files or archives of features. Such a directory
-has the tables `text` (the transcript of each utterance), `wav.scp` (its wav file) or `feats.scp`
-(the place of its features in an archive), and optionally `utt2spk` (its speaker).
+has the table `text` with the transcript of each utterance. It also has one of two tables: `wav.scp`
+with the wav file of each utterance, or `feats.scp` with the place of the utterance's features in an
+archive. The table `utt2spk` with the speakers is optional.
 
 Generated speech is for tests and examples, and the same on every machine. The transcript of an
 utterance consists of six to eight words from a fixed lexicon of 40 words. A word has two to four
@@ -67,8 +68,9 @@ def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recordin
 def hashes(names: Sequence[str]) -> list[FileHash]:
     """Returns the name, size and hash of every file of some sources.
 
-    A table of wav files has a further entry with the hash of its selected rows, and a generated
-    source has an entry instead of files.
+    For a table, the files are its wav files, and one more entry has the hash of the table's
+    selected rows. A generated source has no files, but one entry with a hash of its name and
+    version.
     """
     file_hashes = []
     for name in names:
@@ -183,7 +185,10 @@ def table_recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
 
 
 def table_rows(source: str) -> list[dict[str, str]]:
-    """Returns the rows of a source, PATH.tsv[:SPLIT]: those with SPLIT in the column `split`."""
+    """Returns the rows of a source PATH.tsv[:SPLIT].
+
+    If the source names a SPLIT, these are the rows that have SPLIT in the column `split`.
+    """
     path, split = parse_table(source)
     lines = contents.small_text(path).replace("\r\n", "\n").split("\n")
     columns, *values = [line.split("\t") for line in lines if line] or [[]]
@@ -212,8 +217,8 @@ _FLOATS: dict[bytes, np.dtype] = {b"FM ": np.dtype("<f4"), b"DM ": np.dtype("<f8
 def kaldi_recordings(directory: Path, speech: config.Speech) -> Iterator[Recording]:
     """Yields every utterance that the file `text` of a Kaldi data directory lists.
 
-    The settings `speech` apply to the features of wav files. Raises DataError if a table is missing
-    or lacks an utterance, or if wav.scp contains commands.
+    The settings in `speech` say how features are computed from wav files. Raises DataError if a
+    table is missing or lacks an utterance, or if wav.scp contains commands.
     """
     transcripts = table(directory / "text")
     speakers = table(directory / "utt2spk") if (directory / "utt2spk").exists() else {}
@@ -236,10 +241,10 @@ def kaldi_files(directory: Path) -> list[Path]:
 
 
 def locations(directory: Path) -> tuple[bool, dict[str, str]]:
-    """Returns a pair: True if the directory has a feats.scp, and the utterances' places by id.
+    """Returns True if the directory has a feats.scp, else False; and each utterance's place by id.
 
-    A place is ARCHIVE:POSITION (a byte offset in an archive of features) if there is a feats.scp,
-    otherwise the path of a wav file, from wav.scp.
+    If there is a feats.scp, a place is ARCHIVE:POSITION, where POSITION is a byte offset in an
+    archive of features. Otherwise a place is the path of a wav file, which wav.scp lists.
     """
     archived = (directory / "feats.scp").exists()
     path = directory / ("feats.scp" if archived else "wav.scp")
@@ -277,7 +282,7 @@ def table(path: Path) -> dict[str, str]:
 
 
 def read_matrix(where: str) -> np.ndarray:
-    """Returns a matrix of floats, [frames, features], at the place ARCHIVE:POSITION."""
+    """Returns the matrix of floats [frames, features] at the place `where`, ARCHIVE:POSITION."""
     archive, _, position = where.rpartition(":")
     try:
         with untrusted.open_file(archive) as file:

@@ -65,7 +65,10 @@ class Errors(NamedTuple):
 
 
 def count_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
-    """Counts the fewest edits that turn a reference into a hypothesis, given as tokens or words."""
+    """Counts the fewest edits that turn a reference into a hypothesis.
+
+    Both are sequences of tokens, or both are sequences of words.
+    """
     edits = Counter(edit.tag for edit in Levenshtein.editops(reference, hypothesis))
     return Errors(edits["replace"], edits["insert"], edits["delete"], len(reference))
 
@@ -86,8 +89,10 @@ class TranscriptEvaluator(HeadEvaluator):
     inputs, rows = "frames", ("utterances", "utterances")
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """Returns a function from parameters and a batch to the log probabilities of the tokens at
-        each frame [B, X, C], and to -log p of each true transcript [B].
+        """Returns a function of the parameters and a batch.
+
+        The function returns the log probabilities of the tokens at each frame [B, X, C], and -log p
+        of each true transcript [B].
         """
 
         def read(
@@ -102,10 +107,11 @@ class TranscriptEvaluator(HeadEvaluator):
     def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
         """Computes the metrics of all utterances together.
 
-        `outputs` has the results of `forward` by row index, and `seconds` is the time that it took.
-        Error rates are the fewest edits of tokens or words, in percent of the reference. Bits are
-        -log2 p of the transcripts, with p summed over all alignments (CTC), per token and per UTF-8
-        byte. Tokens that do not occur in training are scored as the unknown token.
+        `outputs` maps the index of a row to the row's results of the forward pass, and `seconds` is
+        the time of all forward passes. Error rates are the fewest edits of tokens or words, in
+        percent of the number of tokens or words in the references. Bits are -log2 p of the
+        transcripts, per token and per UTF-8 byte, where p is summed over all alignments (CTC).
+        Tokens that do not occur in training are scored as the unknown token.
         """
         rows = [
             self._transcript(row, log_probs, float(nats))

@@ -38,12 +38,12 @@ class Recording(NamedTuple):
     id: str
     speaker: str
     transcript: str
-    # Reads the features [X, F], numbers of any type, and the sample rate in Hz (0 without audio).
-    # Raises DataError if the file is invalid.
+    # Returns the features [X, F], as numbers of any type, and the sample rate in Hz (0 if the file
+    # contains features instead of sound). Raises DataError if the file is invalid.
     load: Callable[[], tuple[np.ndarray, int]]
 
     def read(self) -> Utterance:
-        """Reads the features; spaces in the transcript are normalised.
+        """Reads the features, and returns the utterance with single spaces between words.
 
         Raises DataError if the file is invalid, or a feature is not finite.
         """
@@ -91,7 +91,7 @@ def normalize(features: Features, by: Moments) -> Features:
 def stack_frames(features: Features, stack: int) -> Float[np.ndarray, "frames width"]:
     """Concatenates consecutive frames to stacked frames, [ceil(X / stack), stack * F].
 
-    Frames after the end of the utterance are zeros.
+    If X is not a multiple of `stack`, the rest of the last stacked frame is zeros.
     """
     padded = np.pad(features, ((0, -len(features) % stack), (0, 0)))
     return padded.reshape(-1, stack * features.shape[1])
@@ -111,12 +111,13 @@ Check = Callable[[Utterance], None]
 def join_recordings(
     recordings: Iterable[Recording], count: int, *, orders: int = 1, check: Check
 ) -> Iterator[Recording]:
-    """Yields recordings that consist of `count` (at the end fewer) recordings of the same speaker.
+    """Yields recordings, each of which joins `count` of the given recordings of one speaker.
 
-    The recordings are first shuffled with a fixed seed, because tables often list the same word by
-    the same speaker in consecutive lines. All recordings are used `orders` times, each time in
-    another order; otherwise a model would memorise which recordings follow each other. `check` is
-    called with each original recording once its features have been read, and may raise an error.
+    The last joined recording of a speaker may consist of fewer. The given recordings are first
+    shuffled with a fixed seed, because tables often list the same word by the same speaker in
+    consecutive lines. All recordings are used `orders` times, each time in another order, so that a
+    model does not memorise which recordings follow each other. `check` is called with each given
+    recording once its features have been read, and may raise an error.
     """
     single = list(recordings)
     for order in range(orders):

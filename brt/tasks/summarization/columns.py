@@ -41,8 +41,8 @@ SPEAKER = "speaker"  # This column has the speaker of each utterance of a dialog
 class Columns(NamedTuple):
     """Names of the columns of a table that contain pairs.
 
-    If `source` or `target` is "", a name in `COMMON` is used; if `id` is "", the column "id", if
-    any.
+    If `source` or `target` is "", a name in `COMMON` is used. If `id` is "", the column "id" is
+    used, unless the table has no such column.
     """
 
     source: str = ""
@@ -77,7 +77,7 @@ def choose_columns(table: str, header: Collection[str], configured: Columns = AN
     """Returns the columns that are read from a table: the configured names, or common names.
 
     A name that is not configured is taken from the first entry of `COMMON` whose columns the table
-    has. Raises DataError if there is none; the message lists the existing columns.
+    has. Raises DataError if there is no such entry; the message lists the columns of the table.
     """
     exist = tables.check_columns(table, header, configured._asdict())
     for common_source, common_target in COMMON:

@@ -62,7 +62,10 @@ class Encoder:
         self.pairs, self.tokenizer = pairs, tokenizer
 
     def sources(self, documents: Sequence[str]) -> list[Encoded]:
-        """Returns the token ids of documents with Pairs.prefix before each; both are cut as one."""
+        """Returns the token ids of documents, each with Pairs.prefix before it.
+
+        Prefix and document are cut together to Pairs.max_source_length ids.
+        """
         texts = [self.pairs.prefix + document for document in documents]
         limit = self.pairs.max_source_length
         return [self._wrap(ids, limit) for ids in self.tokenizer.encode(texts)]
@@ -85,8 +88,8 @@ class PairStore(RowStore):
     source: Ragged  # token ids of each document, including special ids
     target: Ragged  # token ids of each summary, including special ids
     reference: Ragged  # UTF-8 bytes of each summary as it was read
-    source_uncut: np.ndarray  # int64 [rows], number of token ids before a text was cut
-    target_uncut: np.ndarray
+    source_uncut: np.ndarray  # int64 [rows], number of ids of each document before it was cut
+    target_uncut: np.ndarray  # int64 [rows], number of ids of each summary before it was cut
 
     @classmethod
     def open(cls, directory: Path | str) -> "PairStore":
@@ -194,8 +197,8 @@ def _cuts(columns: Mapping[str, Any], name: str) -> dict[str, int]:
 class PairReader(RowReader):
     """Reader of pairs whose documents have similar lengths, so that little padding is needed.
 
-    `buckets` are padded lengths of documents, ascending, of which the last is the store's
-    `max_source_length`. If there are no buckets, all documents are padded to that length.
+    `buckets` are the lengths to which documents are padded, in ascending order. The last bucket is
+    the store's `max_source_length`. Without buckets, all documents are padded to this length.
     """
 
     store: PairStore

@@ -187,8 +187,8 @@ def parse_cnn_story(story: str) -> tuple[str, str]:
 def read_media_sum(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
     """Reads MediaSum (Zhu et al. 2021): transcripts of interviews.
 
-    The published files are news_dialogue.json, the transcripts with their summaries, which is read
-    once for each split, and train_val_test_split.json, the ids of the transcripts in each split.
+    Two files are published. news_dialogue.json has the transcripts with their summaries, and is
+    read once for each split. train_val_test_split.json has the ids of each split's transcripts.
     """
     transcripts = find(directory, "news_dialogue.json")
     path = find(directory, "train_val_test_split.json")
@@ -307,9 +307,9 @@ class RawDataset(NamedTuple):
     lists: tuple[str, ...] = ()  # features that are lists of text
     source: str = "document"  # feature with the document
     target: str = "summary"  # feature with the summary
-    # Returns the examples of each split, given the directory of the published files, and reads them
-    # as they are requested. An example that is missing or damaged is a BadRow. Raises DataError if
-    # the directory lacks a file that lists or contains the examples.
+    # Returns the examples of each split, given the directory of the published files. An example is
+    # read when the iterator yields it. An example that is missing or damaged is a BadRow. Raises
+    # DataError if the directory lacks a file that lists or contains the examples.
     read: Callable[[Path], Splits] = lambda directory: {}
 
     @property
@@ -319,7 +319,7 @@ class RawDataset(NamedTuple):
 
     @property
     def tfds_name(self) -> str:
-        """NAME in `tfds:NAME/SPLIT`, by which a config refers to a split of the dataset."""
+        """The NAME in `tfds:NAME/SPLIT`, with which a config names a split of the dataset."""
         return "/".join(filter(None, (self.name, self.config)))
 
 
@@ -355,9 +355,11 @@ def default_directory() -> Path:
 def write(dataset: RawDataset, splits: Splits, directory: Path, *, errors: str) -> dict[str, Tally]:
     """Writes a dataset as ArrayRecord files, without TensorFlow, one row at a time.
 
-    Returns the numbers of all rows and of bad rows in each split. Raises DataError if rows are bad
-    and `errors` is "refuse" instead of "skip", if a split has no usable rows, or if the dataset
-    exists already or cannot be written.
+    Returns the numbers of all rows and of bad rows in each split. Raises DataError in these cases:
+
+      * rows are bad, and `errors` is "refuse" instead of "skip";
+      * a split has no usable rows;
+      * the dataset exists already, or cannot be written.
     """
     target = directory / dataset.path
     if target.exists():
@@ -365,7 +367,7 @@ def write(dataset: RawDataset, splits: Splits, directory: Path, *, errors: str) 
     tallies = {split: Tally(split, "--errors=skip") for split in splits}
     checked = {
         split: (
-            (example.key, example.values)  # as TFDS expects them
+            (example.key, example.values)  # TFDS expects such pairs.
             for example in tallies[split].refuse_or_skip(_checked(dataset, rows), errors)
         )
         for split, rows in splits.items()
@@ -434,6 +436,6 @@ def _build(dataset: RawDataset, splits: Mapping[str, Any], data_dir: str) -> Non
 
     if not sys.stderr.isatty():
         tfds.disable_progress_bar()
-    # The output is discarded, because TFDS prints messages about downloads, which do not occur.
+    # TFDS prints messages about downloads, although nothing is downloaded, so brt discards them.
     with contextlib.redirect_stdout(io.StringIO()):
         Local(data_dir=data_dir, file_format="array_record", **config).download_and_prepare()

@@ -1,8 +1,8 @@
 """The forward pass of summarization, and the generation of summaries of documents.
 
 The documents are those of a store, or those that users type or pass as files. In shapes, B is the
-number of pairs in a batch, X the padded number of tokens of a document, T that of a summary, and D
-the width of the model.
+number of pairs in a batch, X the padded number of tokens of a document, T the padded number of
+tokens of a summary, L the number of tokens of a generated summary, and D the width of the model.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _PURPOSES = 0, 1
 class Prediction(NamedTuple):
     """Output of the forward pass."""
 
-    # The decoder's last hidden vectors, from which each token of a summary is predicted.
+    # Output vectors of the decoder; each predicts one token of a summary.
     hidden: Float[Array, "B T D"]
     readout: Readout  # maps the hidden vectors to logits
     metrics: dict[str, Float[Array, ""]]  # scalars that training logs, by name
@@ -55,7 +55,7 @@ def predict(
     """Returns the hidden vectors from which the tokens of summaries are predicted.
 
     Each vector depends on the document and on the true tokens of the summary before the predicted
-    token. None in `key` disables dropout and makes random choices constant.
+    token. If `key` is None, there is no dropout, and random choices are the same in every call.
     """
     dropout, attention = None, None
     if key is not None:

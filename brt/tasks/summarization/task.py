@@ -97,7 +97,7 @@ def scored_bytes(store: PairStore, tokenizer: PairTokenizer) -> Int[np.ndarray, 
 class SummaryEvaluator:
     """Evaluates a model on one split: bits of reference summaries, ROUGE of generated summaries.
 
-    If `whole` is False, no summaries are generated.
+    An evaluation that is called with `whole=False` generates no summaries.
     """
 
     unit, partial = "row", False
@@ -194,7 +194,7 @@ class SummaryEvaluator:
         return jnp.where(batch.scored, scores.nats, 0.0)
 
     def _gigaflops(self) -> float | None:
-        """Returns the GFLOPs of the forward pass of a pair of mean lengths; None if unknown."""
+        """Returns the GFLOPs of the forward pass for a pair of mean length; None if unknown."""
         lengths = (
             round(float(np.mean(x.lengths))) for x in (self._store.source, self._store.target)
         )
@@ -325,7 +325,7 @@ class Summarization(Task):
         return BITS_PER_BYTE if is_lossless(store, dataset.tokenizer) else BITS_PER_TOKEN
 
     def units_per_token(self, config: Config, dataset: Dataset) -> float:
-        """Returns the mean number of bytes of a summary per scored token in the training data."""
+        """Returns the mean number of bytes per scored token of the training summaries."""
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
         train = dataset.split("train")

@@ -37,10 +37,11 @@ class PairTokenizer:
     eos_id: int  # the last id of every text
     decoder_start_id: int  # first input of the decoder: pad_id for T5, eos_id for BART
     begin: tuple[int, ...]  # ids before every text: none for T5, `<s>` for BART
-    # Id that stands for text which cannot be encoded; -1 if the tokenizer has no such id, and for
-    # every tokenizer.json, in which the id is not looked up.
+    # Id that stands for text which cannot be encoded. It is -1 if the tokenizer has no such id, and
+    # for every tokenizer.json, because brt does not look the id up in such a file.
     unk_id: int = -1
-    # Functions that return the ids of each text, and the text of ids; both without special ids.
+    # `encode_all` returns the ids of each text, and `decode_ids` returns the text of ids. These ids
+    # do not include special ids.
     encode_all: Callable[[list[str]], list[Any]] = dataclasses.field(repr=False)
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
 
@@ -113,7 +114,11 @@ def _json(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _template(path: Path, tokenizer: Any) -> tuple[tuple[int, ...], int | None]:
-    """Returns the ids before a text and the id after it in the template of a tokenizer.json."""
+    """Returns the ids that a tokenizer.json puts before a text, and the id that ends a text.
+
+    The second result is None if there is no such id. If the tokenizer puts no ids around a text,
+    the second result is the id of "</s>".
+    """
     wrapped = tokenizer.encode("a").ids
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     if len(wrapped) == len(bare):  # The tokenizer puts no special ids before or after a text.

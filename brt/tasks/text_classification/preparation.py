@@ -66,8 +66,8 @@ def read_examples(
 ) -> Iterator[Example | BadRow]:
     """Yields the rows of all sources in order, and a BadRow for each row that cannot be used.
 
-    The id of a row without an id is its number; the numbers continue from source to source. With
-    `numbers`, labels are real numbers instead of classes.
+    If a row has no id, the row's number becomes its id. Numbers continue from source to source. If
+    `numbers` is True, labels are real numbers instead of classes.
     """
     sources = (table for name in names for table in tables.tables(name, ENDINGS, section.header))
     label = _number if numbers else _class
@@ -79,7 +79,11 @@ def read_examples(
 
 
 def choose_columns(table: str, header: Collection[str], section: config.Sentences) -> Columns:
-    """Returns the columns that are read from a table: those that `section` names, or usual ones."""
+    """Returns the columns that are read from a table.
+
+    A column that `section` does not name is found by its usual names. Raises DataError if the table
+    has no column of sentences or of labels.
+    """
     roles = ("first", "second", "label", "id")
     exist = tables.check_columns(table, header, {role: column(section, role) for role in roles})
     configured = tuple(filter(None, (column(section, "first"), column(section, "second"))))
@@ -194,7 +198,8 @@ class SentenceStore(RowStore):
         """Returns the store with the labels in another order, and possibly with additional labels.
 
         The targets of the result are indices into `labels`. When a model is evaluated, the order of
-        `labels` must be the order of the model's outputs. Raises ConfigError if a label is missing.
+        `labels` must be the order of the model's outputs. Raises ConfigError if `labels` lacks a
+        label of the store.
         """
         if tuple(labels) == self.labels:
             return self
@@ -229,7 +234,7 @@ class SentencePreparation(TextPreparation):
 
     dataset, store, kind = SentenceDataset, SentenceStore, "Sentences"
     endings, version = ENDINGS, VERSION
-    numbers: ClassVar[bool] = False  # the labels are real numbers, not classes
+    numbers: ClassVar[bool] = False  # True if the labels are real numbers instead of classes
     # The training rows, which are written first, determine the labels of all splits.
     _labels: tuple[str, ...] = ()
 
@@ -307,7 +312,10 @@ class NumberPreparation(SentencePreparation):
 
 
 def _known(rows: Iterable[Example | BadRow], labels: tuple[str, ...]) -> Iterator[Example | BadRow]:
-    """Yields rows; a row whose label is not in `labels` becomes a BadRow, unless these are ()."""
+    """Yields rows; a row whose label is not in `labels` becomes a BadRow.
+
+    If `labels` is empty, all labels are accepted.
+    """
     for row in rows:
         if labels and isinstance(row, Example) and row.label not in labels:
             existing = ", ".join(labels)
@@ -325,9 +333,9 @@ def truncate_texts(texts: list[np.ndarray], limit: int) -> list[np.ndarray]:
         return [texts[0][:limit]]
     first, second = map(len, texts)
     excess = max(first + second - limit, 0)
-    # Together, the texts lose `excess` ids; the first loses `difference` more than the second (one
-    # more if `excess + difference` is odd). The longer text is cut until both are equally long;
-    # then both are cut alike.
+    # Together, the texts lose `excess` ids. The first text loses `difference` ids more than the
+    # second, and one more than that if `excess + difference` is odd. Thus the longer text is cut
+    # until both are equally long, and then both are cut alike.
     difference = min(max(first - second, -excess), excess)
     return [
         texts[0][: first - (excess + difference + 1) // 2],

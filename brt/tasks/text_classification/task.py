@@ -62,7 +62,7 @@ class SentenceEvaluator(HeadEvaluator):
         """Compares the predictions with the true labels or numbers in the store.
 
         The result has each prediction, and the metrics that are computed from predictions alone.
-        `order` has the index in the store of each row of `predictions`.
+        For each row of `predictions`, `order` has the index of the row in the store.
         """
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
@@ -107,8 +107,8 @@ class Classifier(SentenceEvaluator):
     Accuracy, F1 and Matthews correlation are computed from the most likely label of each row.
     Accuracy and F1 are percentages; the F1 score is that of the second of two labels. Bits
     are -log2 p of the true labels without smoothing, averaged over rows. Rows that were left out
-    when the data were prepared do not count. Rows of more than Data.max_length tokens were cut
-    then, too, so the model reads only a part of them.
+    when the data were prepared do not count. Rows that were cut to Data.max_length tokens do count,
+    although the model reads only a part of them.
     """
 
     bits, score_name, compared_metric = "bits_per_label", "accuracy", ("accuracy", "{:.2f} % right")
@@ -260,7 +260,10 @@ class TextClassification(EncoderTask):
         return False
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Also fills in the labels; their number must not differ from that of an existing run."""
+        """Also fills in the labels and their number.
+
+        Raises ConfigError if an existing run has another number of labels.
+        """
         config = super().resolve(config, dataset)
         labels, classes = dataset.split("train").labels, config.encoder.classes
         if classes not in (Encoder.classes, len(labels)) and not config.training.init_from:
@@ -323,6 +326,6 @@ class TextRegression(TextClassification):
         super().check(config)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Sets one class, because the only logit is the predicted number."""
+        """Sets Encoder.classes to 1, because the model's only logit is the predicted number."""
         config = EncoderTask.resolve(self, config, dataset)
         return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, classes=1))

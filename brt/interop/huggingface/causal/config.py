@@ -1,8 +1,8 @@
 """Conversion of the config.json of decoders to and from brt's settings.
 
 The table of families is in `families`. Every key of a config.json is either converted, or ignored
-because it has no influence on what the model computes, or refused with its value
-(`brt.interop.huggingface.unread`).
+because it has no influence on what the model computes, or refused because brt does not support its
+value (`brt.interop.huggingface.unread`).
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ _READ_ELSEWHERE = {
     "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "max_window_layers",
     "model_type", "quantization_config", "torch_dtype",
 }  # fmt: skip
-# These are the types of values that the code does not read with `convert_fields`, which checks the
-# type itself. The notation is that of `untrusted.check`; "?" marks a key that may be missing.
+# The types of values that are read without `convert_fields`, which would check the types. The
+# notation is that of `untrusted.check`; "?" marks a key that may be missing.
 _NUMBER = int | float
 _SCALING = {
     "rope_type?": str, "type?": str, "rope_theta?": _NUMBER, "factor?": _NUMBER,
@@ -51,8 +51,8 @@ _STRUCTURE = {
     "partial_rotary_factor?": _NUMBER, "rotary_pct?": _NUMBER, "rotary_emb_base?": _NUMBER,
     "original_max_position_embeddings?": int,
 }  # fmt: skip
-# These keys are read in every family. A key that only some families have is refused in the others
-# if it asks for something.
+# These keys are read in every family. A key that only some families have is refused in the other
+# families if it asks for a part of a network.
 _OF_ALL = {
     "hidden_act", "rope_theta", "rope_interleaved",
     "rope_parameters", "rope_scaling", "layer_types", "sliding_window", "use_sliding_window",
@@ -71,8 +71,8 @@ class WindowChoice(NamedTuple):
       window: the number of tokens of the window. 0 selects the window of training if all layers
         were trained with a window. Otherwise, 0 selects the number of tokens of the context that
         the model was trained with, but at most 2048.
-      sinks: the number of sinks. None selects 0 if all layers were trained with a window and
-        `window` is at least as long as this trained window; otherwise, None selects 4.
+      sinks: the number of sinks. None selects 0 if all layers were trained with a window, and the
+        model is to read with a window that is at least as long. Otherwise, None selects 4.
     """
 
     window: int = 0
@@ -80,8 +80,9 @@ class WindowChoice(NamedTuple):
 
 
 def read(config: Mapping[str, Any], choice: WindowChoice) -> tuple[Model, dict[str, Any]]:
-    """Returns brt's settings for a Hugging Face decoder, and the entries of config.json that no
-    setting stands for. Raises CheckpointError if the architecture or a setting is not supported.
+    """Returns brt's settings for a Hugging Face decoder, and the entries of config.json that are
+    not converted to settings. Raises CheckpointError if the architecture or a setting is not
+    supported.
     """
     config = text_part(config)
     given = _without_nulls(config)
@@ -141,8 +142,9 @@ def read(config: Mapping[str, Any], choice: WindowChoice) -> tuple[Model, dict[s
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the entries of config.json that describe the decoder: those of `text_config`, if a
-    model also reads images and its decoder is of a known family; otherwise all.
+    """Returns the entries of config.json that describe the decoder. If a model also reads images,
+    and its decoder is of a known family, these are the entries of `text_config`, together with the
+    ids of BOS and EOS. Otherwise, these are all entries.
     """
     part = config.get("text_config")
     if not isinstance(part, dict) or part.get("model_type") not in FAMILIES:
@@ -160,7 +162,9 @@ def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Returns the entries of config.json and what transformers' class assumes for missing keys."""
+    """Returns the entries of config.json. Missing keys get the values that transformers' class
+    assumes for them.
+    """
     fields, given = family.all_fields(), _without_nulls(config)
     heads, width = (given.get(fields[f"Model.{name}"], 0) for name in ("heads", "model_dim"))
     usual = {
@@ -195,7 +199,9 @@ def end_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
 
 
 def same_activation(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the entry of the original, `theirs`, for the activation; {} if `ours` has another."""
+    """Returns the entry for the activation in `theirs`, the original config.json; {} if `ours`, the
+    exported one, has another activation.
+    """
     names = "hidden_act", "hidden_activation", "activation_function"
     return {
         name: theirs[name]
@@ -223,7 +229,7 @@ def _trained_windows(
     pattern = keys.get("sliding_window_pattern") or keys.get("_sliding_window_pattern")
     if "layer_types" in keys:
         local = [kind == LOCAL for kind in keys["layer_types"]]
-    elif "max_window_layers" in family.keys:  # The layers below attend to the whole context.
+    elif "max_window_layers" in family.keys:  # The first layers attend to the whole context.
         local = [i >= keys["max_window_layers"] for i in range(layers)]
     else:
         local = [not pattern or (i + 1) % pattern != 0 for i in range(layers)]
@@ -254,7 +260,8 @@ def _with_window(
 
 
 def _with_whole_blocks(model: Model, choice: WindowChoice) -> Model:
-    # A learned position is that of a token in its block, so a block is a context of its own.
+    # Learned positions count from the start of a block, and no token attends to another block.
+    # Therefore the block is as long as the window.
     window = choice.window or model.rotary.context
     if choice.sinks:
         raise CheckpointError(
@@ -271,8 +278,8 @@ def _with_whole_blocks(model: Model, choice: WindowChoice) -> Model:
 
 def family_of(model: Model, preferred: str | None = None) -> str | None:
     """Returns the model_type of transformers, such as "llama", whose models have the same layers as
-    a model of brt with these settings; None if there is no such type. The result is `preferred` if
-    several types have these layers, and `preferred` is one of them.
+    a model of brt with these settings; None if there is no such type. If there are several such
+    types, and `preferred` is one of them, `preferred` is returned.
 
     Models of this type may lack the window or the sinks of brt's model (see `is_same_function`).
     """
@@ -288,7 +295,8 @@ def family_of(model: Model, preferred: str | None = None) -> str | None:
 
 
 def _can_state(family: Family, model: Model) -> bool:
-    # Returns True if the keys of the family can express the settings that its models may choose.
+    # Returns True if the keys of the family can express those settings of the model in which models
+    # of the family may differ.
     keys, own, scalar = family.keys, _own_windows(model), _query_scalar(model)
     bias, fixed = model.attention.bias, family.settings.get("SelfAttention.bias")
     fields, learned = family.all_fields(), model.positions == "learned"
@@ -305,7 +313,8 @@ def _can_state(family: Family, model: Model) -> bool:
         and (not own or (len(own) == 1 and "layer_types" in keys))
         and (learned or rotary.can_state(model, family))
         and (not own or not model.rotary.local_base or family.rope_by_layer)
-        # Without layer_types, a family whose class assumes a window has it in all layers.
+        # If the class of a family without layer_types has a window by default, it has this window
+        # in all layers. Then brt's model must have a window in all layers, too.
         and (
             _is_cut(model)
             or "sliding_window" not in keys
@@ -317,7 +326,7 @@ def _can_state(family: Family, model: Model) -> bool:
 
 def is_same_function(model: Model, family: str) -> bool:
     """Returns True if transformers' class of the family (`family_of`) computes the same as brt's
-    model for all texts up to the context of training, and False if brt's model has a window or
+    model for all texts up to the context of training. Returns False if brt's model has a window or
     sinks that the class lacks.
     """
     windowed = "sliding_window" in FAMILIES[family].keys and _is_cut(model)
@@ -325,12 +334,13 @@ def is_same_function(model: Model, family: str) -> bool:
 
 
 def _is_cut(model: Model) -> bool:
-    # Returns True if all layers have a window below the context, and there are no sinks.
+    # Returns True if all layers have a window that is shorter than the context, and no sinks.
     return 0 < model.window < model.rotary.context and not model.sliding.sinks
 
 
 def _own_windows(model: Model) -> set[int]:
-    # Returns the windows of layers that were trained with one, unlike the other layers.
+    # Returns the lengths of the windows of those layers that were trained with a window, if other
+    # layers were trained without one.
     return {model.windows[i] for i in range(model.layers) if model.has_own_window(i)}
 
 
@@ -341,8 +351,8 @@ def _query_scalar(model: Model) -> float:
 
 
 def to_theirs(model: Model, bos_id: int, name: str) -> dict[str, Any]:
-    """Returns the content of transformers' config.json for a model of the family `name`, which
-    `family_of` returned for it. Every document begins with `bos_id`.
+    """Returns the content of transformers' config.json for a model. `name` is the family that
+    `family_of` returned for the model, and `bos_id` is the token that begins every document.
     """
     family, values = FAMILIES[name], model_settings(Config(model=model))
     keys = family.keys
@@ -351,7 +361,7 @@ def to_theirs(model: Model, bos_id: int, name: str) -> dict[str, Any]:
         theirs: values[ours] for ours, theirs in family.all_fields().items() if ours in values
     }
     fields |= {x: values[ours] or None for ours, x in family.fields.items() if "softcap" in x}
-    if fields.get("n_inner") == 4 * model.model_dim:  # In GPT-2, null stands for this.
+    if fields.get("n_inner") == 4 * model.model_dim:  # In GPT-2, null stands for this size.
         fields["n_inner"] = None
     settings = {
         "architectures": [family.name], "model_type": name, **fields,

@@ -25,8 +25,8 @@ _LONGEST = 256  # The compared document has at most this number of tokens.
 
 
 def to_format(trained: TrainedDecoder, family: str) -> ExportFormat:
-    """Returns the content of a directory that transformers reads with its class of the family,
-    which `family_of` returned for the model.
+    """Returns the content of a directory that transformers reads with its class of `family`, the
+    family that `family_of` returned for the model.
     """
     model, params = trained.model, trained.params
     plain = dict(weights.export_arrays(params, model))
@@ -63,7 +63,8 @@ def to_adapter(
 
     Args:
       changed: the factors of the adapters, and other trained parameters.
-      base: the directory or hub name of the original model in Hugging Face's format, or "".
+      base: the directory or hub name of the original model, or "" if the original model is not in
+        Hugging Face's format.
       trained: the model with the adapters added.
       family: the family that `family_of` returned for the model.
     """
@@ -139,8 +140,8 @@ def document(model: Model) -> np.ndarray:
     the same logits.
 
     A model of brt may have a shorter window than the model of transformers, and sinks, which
-    transformers does not have. Neither has an effect on a document that is not longer than the
-    window, so T is at most `model.window`.
+    transformers does not have. Neither this window nor the sinks have an effect on a document that
+    is not longer than the window, so T is at most `model.window`.
     """
     blocks = max(1, min(_LONGEST, model.window) // model.block_length)
     size = min(model.window, blocks * model.block_length)

@@ -1,8 +1,8 @@
 """The families of decoders that brt reads and writes: a table of what distinguishes them.
 
 All families are settings of one decoder (`brt.models.decoder`). A new family is an entry of
-`FAMILIES`: its settings, the keys of its config.json, and the names of its arrays where they are
-not those of Llama.
+`FAMILIES`: its settings, the keys of its config.json, and those names of its arrays that differ
+from Llama's.
 """
 
 import re
@@ -14,7 +14,8 @@ import numpy as np
 from brt.errors import CheckpointError
 from brt.interop.huggingface.weights import Arrays
 
-# A setting that depends on others is a function of all settings by name.
+# The value of a setting. If it depends on other settings, it is a function that computes the value
+# from all settings, which it gets by name.
 Setting = Any | Callable[[Mapping[str, Any]], Any]
 
 
@@ -37,21 +38,24 @@ class Family(NamedTuple):
 
     Attributes:
       name: transformers' class of the models.
-      settings: settings of brt that all models have, where they differ from `SETTINGS`.
-      defaults: the values that the class uses for keys that config.json lacks, where they differ
-        from `DEFAULTS`.
+      settings: the settings of brt that are the same in all models of the family. Settings whose
+        value is that in `SETTINGS` are left out.
+      defaults: the values that the class uses for keys that config.json lacks. Keys whose default
+        is that in `DEFAULTS` are left out.
       keys: those keys of config.json that stand for a setting of brt, and that not every family
         has. A key in `fields` need not be repeated.
-      fields: keys by brt's setting, where they differ from `FIELDS`; "" for a setting that has no
-        key, because `settings` or the number of heads say it.
-      required: the only value of a key that brt supports, by the key.
-      names: parts of the family's names of arrays by the parts of Llama's names that they replace.
+      fields: maps a setting of brt to its key, where this key differs from that in `FIELDS`. A
+        setting with the key "" has no key, because its value follows from `settings` or from the
+        number of heads.
+      required: maps a key to the only value of the key that brt supports.
+      names: maps a part of Llama's names of arrays to the part that this family has in its place.
       fused: modules that stand for several of Llama's modules.
       transposed: True if matrices are stored as [in, out].
-      ignored: parts of names of arrays that are no parameters of the decoder.
+      ignored: parts of names. An array whose name has such a part is no parameter of the decoder.
       rope_by_layer: True if layers with a window have rotary positions of their own.
-      scalings: the usual names of scalings of rotary positions by the family's, if they differ.
-      aliases: the other name that some files have for a key, by the key.
+      scalings: maps the family's name of a scaling of rotary positions to the usual name, where
+        the two differ.
+      aliases: maps a key to another name that some files use for this key.
       joined_experts: True if one array has the matrices [in, out] of all experts of a layer.
     """
 
@@ -71,11 +75,15 @@ class Family(NamedTuple):
     joined_experts: bool = False
 
     def all_fields(self) -> dict[str, str]:
-        """Returns the key of config.json by setting, for settings that a key alone determines."""
+        """Returns a table from settings of brt to their keys in config.json. It has those settings
+        that a single key determines.
+        """
         return {ours: key for ours, key in {**FIELDS, **self.fields}.items() if key}
 
     def fixed(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns settings without a key, determined by the family and all settings, `values`."""
+        """Returns the settings that have no key. The family determines them, some of them as
+        functions of `values`, which has the other settings by name.
+        """
         settings = {**SETTINGS, **self.settings}
         own = {name: x for name, x in settings.items() if name not in self.all_fields()}
         return {name: x(values) if callable(x) else x for name, x in own.items()}
@@ -115,7 +123,7 @@ def _width_root(values: Mapping[str, Any]) -> float:
 
 
 def _tanh_gelu(values: Mapping[str, Any]) -> str:
-    # Configs of the first Gemma say 'gelu', and mean its approximation.
+    # Configs of the first Gemma say 'gelu', but mean the approximation of GELU by tanh.
     name = values["Model.activation"]
     return "gelu_tanh" if name == "gelu" else name
 
@@ -138,8 +146,8 @@ _EXPERTS = {
     "MLP.bias": "",
 }  # fmt: skip
 _QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-# The keys are values of model_type. A model that was not converted from a family is exported as the
-# first that has all of its settings.
+# The keys are values of model_type. A model that was not converted from a family is exported as one
+# of the first family that has all settings of the model.
 FAMILIES: dict[str, Family] = {
     "mistral": Family(
         "MistralForCausalLM",
@@ -298,7 +306,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def llama_arrays(arrays: Arrays, family: Family, heads: int, key_heads: int) -> dict[str, Any]:
-    """Returns the arrays of a checkpoint by the names and in the layout of Llama.
+    """Converts the arrays of a checkpoint to the names and the layout of Llama.
 
     Raises CheckpointError if a fused matrix cannot be divided into its parts.
     """
@@ -317,7 +325,7 @@ def llama_arrays(arrays: Arrays, family: Family, heads: int, key_heads: int) -> 
 
 
 def own_arrays(arrays: Arrays, family: Family, heads: int) -> dict[str, np.ndarray]:
-    """Returns arrays with Llama's names and layout in the names and in the layout of a family."""
+    """Converts arrays from the names and the layout of Llama to those of a family."""
     result: dict[str, np.ndarray] = {}
     arrays = _joined_experts(arrays) if family.joined_experts else arrays
     for name, array in arrays.items():
@@ -339,7 +347,7 @@ def own_arrays(arrays: Arrays, family: Family, heads: int) -> dict[str, np.ndarr
 
 
 def own_name(name: str, family: Family) -> str:
-    """Returns the name of an array in a family, from its name in Llama."""
+    """Returns the family's name of the array that has the name `name` in Llama."""
     return _renamed(name, family.names)
 
 
@@ -359,7 +367,7 @@ def _separate_experts(arrays: Arrays) -> Iterator[tuple[str, np.ndarray]]:
         layer, found, module = name.partition(".experts.")
         kind = "bias" if module.endswith("_bias") else "weight"
         parts = {module.removesuffix("_bias"): array}
-        if "gate_up_proj" in parts:  # Columns of both alternate.
+        if "gate_up_proj" in parts:  # Columns of the two matrices alternate.
             parts = {"gate_proj": array[..., ::2], "up_proj": array[..., 1::2]}
         for part, rows in parts.items() if found else ():
             for i, row in enumerate(rows):
@@ -405,7 +413,8 @@ def _split(
             array.reshape(heads, -1, *array.shape[1:]) if len(array) % heads == 0 else array[None]
         )
     else:
-        # Three parts are queries, keys and values, with rows by heads; two parts are equally long.
+        # Three parts are queries, keys and values, whose lengths are proportional to their numbers
+        # of heads. Two parts are equally long.
         shares = [heads, key_heads, key_heads] if len(fused.parts) == 3 else [1] * len(fused.parts)
         rows = array[None]
     if rows.shape[1] % sum(shares):

@@ -21,7 +21,7 @@ from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.causal.families import FAMILIES, llama_arrays
 from brt.interop.huggingface.weights import Arrays
 
-# An adapter is adapter_config.json, and the matrices A and B of each adapted matrix in FILE.
+# An adapter consists of two files: its settings, and the matrices A and B of each adapted matrix.
 CONFIG, FILE = originals.ADAPTER, "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
@@ -33,7 +33,8 @@ _STRUCTURE = {
     "peft_type": str, "r": int, "lora_alpha": int | float, "use_rslora?": bool | None,
     "base_model_name_or_path?": str | None, "init_lora_weights?": bool | str | None,
 }  # fmt: skip
-# Keys that brt reads, that have no effect, or whose effect shows in names and shapes of arrays.
+# Keys that brt reads, keys without an effect, and keys whose effect is visible in the names and
+# shapes of the arrays.
 _SILENT = {
     *(name.removesuffix("?") for name in _STRUCTURE), "auto_mapping", "bias", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core",
@@ -52,7 +53,7 @@ _GENERATION = {
 
 
 class PretrainedDecoder(NamedTuple):
-    """A decoder in a directory in Hugging Face's format, whose weights have not been read yet.
+    """A decoder in a directory in Hugging Face's format. Its weights have not been read yet.
 
     Attributes:
       directory: the directory, from which the methods read the weights.
@@ -77,7 +78,7 @@ class PretrainedDecoder(NamedTuple):
         return config.text_part(self.described)["model_type"]
 
     def arrays(self) -> Arrays:
-        """Reads the arrays by the names and in the layout of Llama, with the adapter added."""
+        """Reads the arrays, adds the adapter, and returns them with Llama's names and layout."""
         family, model = FAMILIES[self.family], self.model
         arrays = weights.plain_names(files.read_tensors(self.directory), family)
         arrays = added(arrays, self.adapter) if self.adapter else arrays
@@ -99,8 +100,8 @@ def is_decoder(directory: Path) -> bool:
 
 
 def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> PretrainedDecoder:  # noqa: B008
-    """Reads the settings and the tokenizer of a decoder, but not its weights. The directory may be
-    that of an adapter (PEFT), whose base `base_of` finds.
+    """Reads the settings and the tokenizer of a decoder, but not its weights. If the directory is
+    that of an adapter (PEFT), the decoder is the adapter's base, which `base_of` finds.
     """
     adapter = directory if (directory / CONFIG).is_file() else None
     directory = base_of(adapter) if adapter else directory
@@ -132,7 +133,8 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
 def _known_ends(
     ids: tuple[int, ...], known: int, directory: Path
 ) -> tuple[tuple[int, ...], list[str]]:
-    # Returns the ids that can be generated, which are below `known`, and a note on the others.
+    # Returns those of the end `ids` that the tokenizer has, that is, those below `known`, and a
+    # note on the other ids.
     ends = tuple(i for i in ids if i < known)
     others = ", ".join(str(i) for i in ids if i >= known)
     if others and not ends:
@@ -146,7 +148,7 @@ def _known_ends(
 
 
 def _beginning_notes(tokenizer: Tokenizer) -> list[str]:
-    # transformers' tokenizer may put a space before a text, which brt does not.
+    # transformers' tokenizer may put a space before a text, whereas brt puts none.
     path, content = Path(tokenizer.file[0]), tokenizer.file[1]
     if path.suffix == ".model":
         opened = tokenizer_files.sentencepiece_model(path, content)
@@ -269,7 +271,8 @@ def _product(name: str, pair: Mapping[str, np.ndarray], described: Mapping[str, 
 
 
 def _describe_adapter(directory: Path) -> dict[str, Any]:
-    # Returns the content of adapter_config.json; no key may ask for what brt does not compute.
+    # Returns the content of adapter_config.json. Raises CheckpointError if a key asks for something
+    # that brt does not compute.
     path = directory / CONFIG
     content = files.read_json(path)
     kind = content.get("peft_type")

@@ -24,9 +24,14 @@ KEYS = {
 
 
 class _Context(NamedTuple):
-    """What the scaling of angles depends on: the base of the angles, the number of rotated
-    channels, the number of tokens of the context with the scaling and without it, and the number
-    of tokens that a token is to see.
+    """What the scaling of angles depends on.
+
+    Attributes:
+      base: the base of the angles.
+      channels: the number of rotated channels.
+      length: the number of tokens of the context with the scaling.
+      original: the number of tokens of the context without the scaling.
+      window: the number of tokens that a token is to see.
     """
 
     base: float
@@ -37,8 +42,8 @@ class _Context(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    divisors: tuple[float, ...] = ()  # of the angles: none, one for all, or one for each pair
-    factor: float = 1.0  # of rotated channels
+    divisors: tuple[float, ...] = ()  # of the angles: none, one for all pairs, or one for each pair
+    factor: float = 1.0  # by which rotated channels are multiplied
 
 
 def _angles(c: _Context) -> np.ndarray:
@@ -50,8 +55,9 @@ def _linear(scaling: Mapping[str, Any], c: _Context) -> Scaling:
 
 
 def _llama3(scaling: Mapping[str, Any], c: _Context) -> Scaling:
-    # The angles of channel pairs with fewer turns than `low` in the original context are divided by
-    # the factor, those with more than `high` turns by 1, and all others by a number in between.
+    # Within the original context, each pair of channels makes a number of turns. The angles of
+    # pairs with fewer than `low` turns are divided by the factor, the angles of pairs with more
+    # than `high` turns by 1, and all other angles by a number in between.
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     if not 0 < low < high:
         raise CheckpointError(
@@ -64,7 +70,8 @@ def _llama3(scaling: Mapping[str, Any], c: _Context) -> Scaling:
 
 
 def _yarn(scaling: Mapping[str, Any], c: _Context) -> Scaling:
-    # YaRN (Peng et al. 2023): a ramp over pairs of channels, from no division to the factor.
+    # YaRN (Peng et al. 2023): the angles of the first pairs of channels are divided by 1, those of
+    # the last pairs by the factor, and those between them by numbers in between.
     factor = scaling.get("factor") or c.length / c.original
 
     def pair(turns: float) -> float:
@@ -105,8 +112,9 @@ def _divisors(shares: np.ndarray) -> tuple[float, ...]:
 
 
 _Read = Callable[[Mapping[str, Any], _Context], Scaling]
-# The kinds of scaling that brt reads, and the keys that each needs. 'dynamic' scales no angles up
-# to the original context.
+# The kinds of scaling that brt reads, each with the function that reads it and the keys that it
+# needs. 'dynamic' changes angles only in texts longer than the original context, and brt does not
+# apply it.
 _SCALINGS: dict[str, tuple[_Read, tuple[str, ...]]] = {
     "default": (lambda scaling, c: Scaling(), ()),
     "linear": (_linear, ("factor",)),
@@ -123,7 +131,9 @@ _SCALINGS: dict[str, tuple[_Read, tuple[str, ...]]] = {
 def settings(
     keys: Mapping[str, Any], family: Family, *, head_dim: int, layers: int, window: int
 ) -> dict[str, Any]:
-    """Returns the settings of Rotary that no single key says, from `keys` including defaults."""
+    """Returns those settings of Rotary that depend on several keys of config.json. `keys` has the
+    entries of config.json, with the defaults of missing keys.
+    """
     parameters, scaling = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
     local = parameters.get(LOCAL, {})
     parameters = parameters.get(GLOBAL, parameters)
@@ -151,8 +161,8 @@ def settings(
 
 
 def notes(keys: Mapping[str, Any]) -> list[str]:
-    """Returns notes about scalings of config.json that depend on the length of a text; in brt, they
-    do not change while a text grows.
+    """Returns notes about scalings in config.json that depend on the length of a text. In brt,
+    angles and divisors do not change while a text grows.
     """
     parameters, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
     parameters = parameters.get(GLOBAL, parameters)

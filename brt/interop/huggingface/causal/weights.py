@@ -1,6 +1,6 @@
-"""Names and layouts of the arrays of decoders, whose parameters brt stacks by runs, which are
-neighbouring layers of one kind. Arrays have the names and the layout of Llama here; `families` has
-those of other families.
+"""Converts arrays of decoders, with the names and the layout of Llama, to brt's parameters and
+back. brt stacks the parameters of each run, that is, of neighbouring layers of one kind. `families`
+converts the arrays of other families to Llama's names and layout.
 """
 
 import math
@@ -22,8 +22,8 @@ from brt.interop.huggingface.weights import Arrays, Place, kernels, shapes
 from brt.layers.runs import runs
 from brt.models.decoder import Decoder, new_state
 
-# Names of modules in a layer. The array of a parameter `x_bias` is the bias of the module of `x`.
-# "*" stands for the indices of experts.
+# Llama's names of the modules in a layer, by brt's names of parameters. The array of a parameter
+# `x_bias` is the bias of the module of `x`. "*" stands for the index of an expert.
 _LAYER = {
     "norm": "input_layernorm", "queries": "self_attn.q_proj", "keys": "self_attn.k_proj",
     "values": "self_attn.v_proj", "output": "self_attn.o_proj",
@@ -80,15 +80,16 @@ def _place(ours: str, leaf: jax.ShapeDtypeStruct, model: Model) -> Place:
         return Place(leaf, names, leaf.shape[:1:-1], matrix=axes == 3)
     if "norm" in part or part.endswith("_bias"):
         return Place(leaf, names, (math.prod(leaf.shape[1:]),))
-    # Kernels with an axis for heads have more than two axes; that of attention's output has four.
+    # Besides the axis of layers, a kernel with an axis for heads has more than two axes, and the
+    # kernel of attention's output has four.
     if axes > 2 or part in _MATRICES:
         return kernels(leaf, names, 3 if axes == 4 else 1, stacked=True)
     return Place(leaf, names, leaf.shape[1:])
 
 
 def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
-    """Returns arrays by the names and in the layout of Llama as float32 parameters of brt's
-    decoder. Raises CheckpointError if an array is missing, has another shape, or has no place in
+    """Converts arrays with the names and the layout of Llama to float32 parameters of brt's
+    decoder. Raises CheckpointError if an array is missing, has a wrong shape, or has no place in
     the model.
     """
     used = dict(arrays)
@@ -103,16 +104,19 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
 
 
 def export_arrays(params: Mapping[str, Any], model: Model) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the parameters of brt's decoder as arrays by the names and in the layout of Llama."""
+    """Converts the parameters of brt's decoder, and yields pairs of Llama's name of an array and
+    the array in Llama's layout.
+    """
     return weights.export_arrays(params, places(model))
 
 
 def plain_names(arrays: Arrays, family: Family) -> dict[str, np.ndarray]:
     """Returns the arrays of a checkpoint by the names that transformers gives them.
 
-    Names of models without a head lack the prefix "model.", and names of models that were saved
-    inside of a wrapper have a longer one, such as "_orig_mod.model." after torch.compile. Raises
-    CheckpointError if the checkpoint has adapters that were not added to their matrices.
+    In the checkpoint of a model without a head, names lack the prefix "model.". In that of a model
+    that was saved inside of a wrapper, names have a longer prefix, such as "_orig_mod.model." after
+    torch.compile. Raises CheckpointError if the checkpoint has adapters that were not added to
+    their matrices.
     """
     if adapted := [name for name in arrays if ".base_layer." in name or ".lora_" in name]:
         raise CheckpointError(
@@ -120,7 +124,7 @@ def plain_names(arrays: Arrays, family: Family) -> dict[str, np.ndarray]:
             "the matrices of the model; write it again from model.merge_and_unload()"
         )
     whole = own_name(f"{_TOP['embedding']}.weight", family)
-    inner = whole.split(".")[0] + "."  # "model.", or another name in other families
+    inner = whole.split(".")[0] + "."  # "model.", or the prefix of another family
     embedding = whole.removeprefix(inner)
     places = [name for name in arrays if name == embedding or name.endswith(f".{embedding}")]
     before = min(places, key=len, default="").removesuffix(embedding)

@@ -32,8 +32,8 @@ from .layers_brt import (
 
 
 class State(NamedTuple):
-    """The LayerState of each layer, and the number of tokens [B] that were read of each text; the
-    number is negative for a text that is preceded by padding which was not read yet."""
+    """The LayerState of each layer, and the number of tokens [B] that were read of each text. The
+    number is negative for a text before which there is padding that was not read yet."""
 
     layers: tuple
     position: torch.Tensor
@@ -169,7 +169,8 @@ class Layer(nn.Module):
         """Returns attention [B, T, H, K] to the window, the sinks and the memory of past tokens."""
         config, near, length = self.config, 0 if self.config.attend_to_self else 1, places.shape[1]
         count, farthest = state.keys.shape[1], self.window - 1 + near
-        # A column of keys has the same distance from queries in all texts, but different places.
+        # The distance of a column of keys from the queries is the same in all texts, but the places
+        # of the keys differ between texts.
         columns = torch.arange(count, device=queries.device)
         distances = columns[-length:, None] - columns
         of_keys = (places[:, -1:] - count + 1 + columns)[:, None]
@@ -246,8 +247,8 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids, state=None, last=0):
         """Returns the Output for ids [B, T]. The ids continue the texts after which the State was
-        `state`; without a state, they begin texts. `last` = n computes the last n logits alone, and
-        0 computes all."""
+        `state`; without a state, they begin texts. If `last` is n, logits are computed only for the
+        last n ids; 0 stands for all ids."""
         vectors, state = self.read(input_ids, state)
         return Output(self.logits(vectors[-1][:, -last:]), state)
 
@@ -259,8 +260,8 @@ class Decoder(nn.Module):
     def read(self, input_ids, state=None, padding=None, all_layers=False):
         """Returns a list of vectors [B, T, D] for ids [B, T], and the State after them. The last
         entry of the list has the vectors after the last norm. With `all_layers`, the embeddings and
-        the outputs of all layers but the last come before it; otherwise it is the only entry.
-        `padding` [B] counts the ids before each text that begins here."""
+        the outputs of all layers but the last come before this entry; otherwise it is the only one.
+        If the texts begin here, `padding` [B] is the number of ids of padding before each text."""
         if input_ids.shape[1] == 0:
             raise ValueError("input_ids holds no token; a text begins with config.bos_token_id")
         if state is None:
@@ -284,7 +285,7 @@ class Decoder(nn.Module):
             last = max(i for i, kind in enumerate(config.kinds) if kind == "recurrent")
             feedback = state.layers[last].memory
         places = state.position[:, None] + torch.arange(x.shape[1], device=x.device)
-        if config.learned_positions:  # Positions are those in the block.
+        if config.learned_positions:  # Positions count from the start of the block.
             x = x + self.positions[places % config.block].to(x)
         vectors, position = [x], state.position + x.shape[1]
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
@@ -310,10 +311,11 @@ class Decoder(nn.Module):
             logits, state = self(token[:, None], state)
 
     def generate(self, input_ids, max_new_tokens=500, eos_token_id=None, **options):
-        """Returns ids [B, T + new tokens]. Options: do_sample (default: greedy), temperature, top_k
-        and top_p as in transformers, generator (a torch.Generator), state (before input_ids). The
-        texts end when each has an id of eos_token_id (default: those of config.json); the rest of a
-        text that ended earlier is filled with the first of these ids."""
+        """Returns ids [B, T + new tokens]. The options are do_sample (default: greedy search);
+        temperature, top_k and top_p as in transformers; generator, a torch.Generator; and state,
+        the State before input_ids. Generation stops when each text has an id of eos_token_id
+        (default: the ids in config.json). The rest of a text that ended earlier is filled with the
+        first of these ids."""
         ends = self.config.eos_token_id if eos_token_id is None else eos_token_id
         ends = torch.tensor([ends] if isinstance(ends, int) else ends or [], dtype=input_ids.dtype)
         ends, stream = ends.to(input_ids.device), self.stream(input_ids, **options)

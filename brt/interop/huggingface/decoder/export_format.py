@@ -48,8 +48,8 @@ KINDS = (
 # The keys are brt's names of activations, and the values are transformers' names of the same
 # activations. Other activations have the same name in both.
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
-# The names of linear maps, as transformers' models have them; brt's names are the keys. The names
-# in the memory of Gated DeltaNet are those of its authors' library.
+# The keys are brt's names of linear maps, and the values are the names that are usual in
+# transformers' models. The memory of Gated DeltaNet has the names of its authors' library.
 _LINEAR = {
     "queries": "q_proj", "keys": "k_proj", "values": "v_proj", "output": "o_proj",
     "cross_queries": "cross_q_proj", "mlp_in": "up_proj", "mlp_gate": "gate_proj",
@@ -59,8 +59,8 @@ _LINEAR_OF_MEMORY = {
     **{name: _LINEAR[name] for name in ("queries", "keys", "values", "output")},
     "gate": "g_proj", "strength": "b_proj", "step": "a_proj",
 }  # fmt: skip
-# The exported model reads texts of any length. config.json states this maximum, because programs
-# would otherwise read texts in pieces.
+# The exported model reads texts of any length. config.json states this large maximum, because
+# programs would divide texts that are longer than the maximum.
 _LONGEST = 2**20
 # These parameters of brt are not exported. The arrays `bias`, `scale` and `cross_scale`, which are
 # computed from these parameters, are exported in their place.
@@ -204,11 +204,11 @@ def _layer(run: Run, params: PyTree[Array]) -> dict[str, Array]:
 
 
 def _linear(arrays: Mapping[str, Array], names: Mapping[str, str]) -> dict[str, Array]:
-    # Linear maps get the names `names`, and the form [out, in].
+    # Linear maps get the names in `names`, and the layout [out, in].
     renamed = {}
     for name, array in arrays.items():
         kernel = name.removesuffix("_bias")
-        if kernel not in names or name == "step_bias":  # The latter is added in float32.
+        if kernel not in names or name == "step_bias":  # `step_bias` is added in float32.
             renamed[name] = array
         elif kernel != name:
             renamed[f"{names[kernel]}.bias"] = array.reshape(-1)
@@ -274,8 +274,9 @@ def import_code(directory: Path) -> ModuleType:
 def segment_logits(
     params: PyTree[Array], model: Model, segments: list[Int[np.ndarray, "B T"]]
 ) -> Float[np.ndarray, "B _ V"]:
-    """Returns the float32 logits of several segments of a text, which brt's model reads one after
-    another, with the state carried; they are concatenated along the axis of tokens.
+    """Returns the float32 logits of several segments of a text. brt's model reads the segments one
+    after another, and carries its state from each to the next. The logits are concatenated along
+    the axis of tokens.
     """
     model = dataclasses.replace(model, dtype="float32", remat=False)
 

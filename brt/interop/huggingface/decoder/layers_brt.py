@@ -19,8 +19,8 @@ ACTIVATIONS = {
 
 
 class Memory(NamedTuple):
-    """Keys and values [B, S, G, K] of recurrent states, or of sinks (first tokens of a text that
-    stay visible), to which tokens attend."""
+    """Keys and values [B, S, G, K] to which tokens attend: those of recurrent states, or those of
+    sinks (the first tokens of a text, which stay visible)."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -49,7 +49,7 @@ class LayerState(NamedTuple):
 
 def rms_norm(x, scale, epsilon=1e-6, offset=0.0):
     """Returns x normalised by its root mean square over the last axis, times (offset + scale).
-    `epsilon` is added to the mean square, so that it is not 0."""
+    `epsilon` is added to the mean square, so that x is never divided by 0."""
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (wide * inverse * (offset + scale.float())).to(x)
@@ -64,7 +64,7 @@ def register_norm(module, config, name, *shape):
 
 
 def model_norm(module, config, name, x):
-    """Returns x after the norm of a module that `register_norm` registered with this name."""
+    """Returns x after the norm that `register_norm` registered in the module by this name."""
     scale, offset = getattr(module, name), float(config.norm_offset)
     if scale.dim() == 2:  # A norm of all heads together.
         flat = model_norm_of(module, config, name, x.flatten(-2), scale.flatten(), offset)
@@ -73,7 +73,8 @@ def model_norm(module, config, name, x):
 
 
 def model_norm_of(module, config, name, x, scale, offset):
-    """Returns x after the norm `name` with the scale `scale + offset`, and its bias, if any."""
+    """Returns x after the norm `name`, which multiplies by `scale + offset` and, if it is a layer
+    norm, adds the bias that `module` has for it."""
     if config.norm_kind == "rms":
         return rms_norm(x, scale, config.rms_norm_eps, offset)
     bias = getattr(module, f"{name}_bias").flatten().float()
@@ -88,9 +89,9 @@ def l2_normalize(x):
 
 
 def rotate(x, places, speeds, factor=1.0):
-    """Returns x [B, T, H, K] with rotary embeddings: for the token at `places` [T] or [B, T], the
-    pair of channels i and i + R is rotated by place * speeds[i] radians, for R speeds, and
-    multiplied by `factor`. Channels from 2 R on are not changed."""
+    """Returns x [B, T, H, K] with rotary embeddings. `places` [T] or [B, T] has the place of each
+    token, and R is the number of `speeds`. The pair of channels i and i + R is rotated by
+    place * speeds[i] radians, and multiplied by `factor`. Channels from 2 R on are not changed."""
     x, rest = x[..., : 2 * len(speeds)], x[..., 2 * len(speeds) :]
     speeds = torch.tensor(speeds, dtype=torch.float64, device=x.device)
     angles = (places.to(torch.float64)[..., None] * speeds)[..., None, :]
@@ -131,8 +132,8 @@ def part(queries, keys, values, seen, bias=0.0, cap=0.0):
 
 def read(parts, sink=None):
     """Returns the attention output [B, T, H, K] of one softmax over the keys of all `Part`s in the
-    list `parts`, and over a key without value that has the logits `sink` [H], if any; 0 for tokens
-    that see no key."""
+    list `parts`. If `sink` [H] is given, the softmax includes one more key, which has the logit
+    `sink` of the head and no value. The output is 0 for tokens that see no key."""
     seen = torch.cat([p.seen for p in parts], dim=-1)
     values = torch.cat([p.values for p in parts], dim=1)
     logits = torch.cat([p.logits for p in parts], dim=-1).masked_fill(~seen[:, None], -1e6)
@@ -144,8 +145,9 @@ def read(parts, sink=None):
 
 
 def attend(queries, keys, values, seen=None):
-    """Returns the attention output [B, Q, H, K] of queries [B, Q, H, K], given `keys` and `values`
-    [B, X, G, K]; `seen` [B, X] is True for the keys that are attended to, by default for all."""
+    """Returns the attention output [B, Q, H, K] of Q queries [B, Q, H, K], given `keys` and
+    `values` [B, X, G, K]. The mask `seen` [B, X] is True for the keys that are attended to; None
+    stands for all keys."""
     if seen is None:
         seen = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
     return read([part(queries, keys, values, seen[:, None].expand(-1, queries.shape[1], -1))])
@@ -195,8 +197,8 @@ class Gate(nn.Module):
 
 
 class StateCell(nn.Module):
-    """The update of a recurrent layer's state vectors after each block, in float32, by attention of
-    the vectors to themselves and to the tokens of the block."""
+    """Updates the state vectors of a recurrent layer after each block, in float32. The vectors
+    attend to themselves and to the tokens of the block."""
 
     def __init__(self, config):
         super().__init__()
@@ -233,7 +235,8 @@ class StateCell(nn.Module):
 
     def forward(self, vectors, keys, values, seen):
         """Returns the state vectors after a block, from the vectors [B, S, D] before the block and
-        the keys and values [B, X, H, K] of the tokens, of which `seen` [B, X] are attended to."""
+        the keys and values [B, X, H, K] of the tokens. The mask `seen` [B, X] is True for the
+        tokens that are attended to."""
         state_keys, state_values, queries, cross_queries = self._project(
             vectors, "keys", "values", "queries", "cross_queries"
         )
@@ -258,9 +261,9 @@ class StateCell(nn.Module):
 
 
 class DeltaMemory(nn.Module):
-    """The memory of Gated DeltaNet (Yang et al. 2024): a matrix from keys to values for each head.
-    Every token multiplies the matrix by a decay, and then moves the matrix's value for the token's
-    key towards the token's value."""
+    """The memory of Gated DeltaNet (Yang et al. 2024): for each head, a matrix that maps keys to
+    values. Every token multiplies the matrix by a decay. Then it changes the matrix so that the
+    value to which the matrix maps the token's key moves towards the token's value."""
 
     def __init__(self, config):
         super().__init__()
@@ -316,8 +319,8 @@ class DeltaMemory(nn.Module):
 
 
 def register_mlp(module, config):
-    """Adds the linear maps of an MLP, or of a router and its experts, and the norms to the module
-    of a layer; `config` has the settings of the model."""
+    """Adds parameters to the module of a layer: the linear maps of an MLP, or of a router and its
+    experts, and the norms. `config` has the settings of the model."""
     width, hidden, experts = config.hidden_size, config.intermediate_size, config.num_experts
     sizes = {"up_proj": (width, hidden), "down_proj": (hidden, width)}
     if config.gated_mlp:
@@ -360,8 +363,8 @@ def gated_unit(config, hidden, gate):
 
 
 def apply_experts(module, config, h):
-    """Returns, for h [B, T, D], the sum of the outputs of the experts that the router chooses for
-    each token, times their probabilities."""
+    """Returns, for each token of h [B, T, D], the sum of the outputs of the experts that the router
+    chooses for the token. Each output is multiplied by the probability of its expert."""
 
     def project(x, name, expert=...):
         bias = getattr(module, f"{name}_bias")[expert] if config.mlp_bias else 0.0

@@ -56,7 +56,8 @@ def load(directory, dtype=torch.float32):
 
 
 def count_padding(mask):
-    """Returns how many padding ids [B] precede texts; the mask [B, T] is 0 for ids around texts."""
+    """Returns the number [B] of padding ids before each text. The mask [B, T] is 0 for padding,
+    which may be before and after texts."""
     padding = (mask.cumsum(dim=1) == 0).sum(dim=1)
     if (mask[:, 0].long() + (mask.long().diff(dim=1) > 0).sum(dim=1) > 1).any():
         raise ValueError("attention_mask is 0 within a text; only padding around texts is known")
@@ -124,7 +125,8 @@ if PreTrainedModel is not None:
         ):  # fmt: skip
             """Returns a BrtOutput for ids [B, T]. The ids continue the texts after which the State
             was `state`; without a state, they begin texts. `attention_mask` is 0 for padding, which
-            may precede or follow the texts; a state after texts that padding follows is wrong."""
+            may precede or follow the texts. If padding follows a text, the returned state is wrong
+            for this text."""
             for name in ("inputs_embeds", "position_ids", "output_attentions"):
                 if (value := options.pop(name, None)) is not None and value is not False:
                     raise ValueError(f"{name} is not supported; remove it")
@@ -156,8 +158,8 @@ if PreTrainedModel is not None:
         def prepare_inputs_for_generation(
             self, input_ids, state=None, attention_mask=None, continues=False, **options
         ):
-            """Returns the arguments of `forward`. If `continues`, `state` is that after all ids but
-            the last; otherwise, it is that before all ids, or None."""
+            """Returns the arguments of `forward`. If `continues` is True, `state` is the State
+            after all ids but the last. Otherwise, it is the State before all ids, or None."""
             if continues:
                 input_ids, attention_mask = input_ids[:, -1:], None
             elif (

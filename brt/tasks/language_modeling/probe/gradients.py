@@ -44,9 +44,9 @@ def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> d
       not_finite  names of parameters with a gradient that is not finite
       states      an entry for every layer with a recurrent state. Its `blocks` has, for each
                   block n, the norm of the gradient of the nats of block n with respect to the
-                  layer's state before the segment. Its `through` has the norm, at the layer's
-                  state before the segment, of a gradient that has the norm 1 at the layer's state
-                  after the segment.
+                  layer's state before the segment. Its `through` is the factor by which the norm
+                  of a random gradient changes when the gradient flows back from the layer's state
+                  after the segment to the layer's state before the segment.
       verdict     a sentence that sums up the other entries
     """
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=0.0))
@@ -114,7 +114,8 @@ def _backward(
     """Returns the gradients of the loss of a segment, and the state after the segment."""
 
     def loss_of_params(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
-        # A key selects the forward pass of training. Its value has no effect, as dropout is off.
+        # A key selects the forward pass of training. The key's value has no effect, because
+        # dropout is off.
         key = jax.random.key(0)
         carry = jax.lax.stop_gradient(carried)
         return loss(config, params, LossInputs(batch, key, carry, variables.model_state))
@@ -128,8 +129,9 @@ def _state_reach(
 ) -> tuple[dict[int, Float[Array, " N"]], dict[int, Float[Array, ""]]]:
     """Returns gradient norms at the recurrent states before the segment, by layer.
 
-    The first dict has the gradient norm of each block's nats in the first row. The second one has
-    the norm of a random unit cotangent of the layer's final state, pulled back through the segment.
+    The first dict has the norm of the gradient of each block's nats in the first row. For the
+    second dict, a random cotangent of norm 1 at the layer's state after the segment is pulled back
+    through the segment. The dict has the norm of the result.
     """
     before = layer_states(config.model, carried)
     if not before:

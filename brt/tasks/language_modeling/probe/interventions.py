@@ -1,8 +1,10 @@
 """Evaluation of a split with interventions on the memory, all in one pass.
 
-An intervention replaces one part of the memory (recurrent states, cache or other memories) before
-every segment, and does not change the other parts. The split is read once with each intervention
-and once with the unchanged model. The part is replaced in one of these ways:
+Here, the memory of a model is everything that it carries from segment to segment. It has up to
+three parts: "state" (recurrent states), "cache" (keys and values of the window), and "memory"
+(other arrays, such as keys and values of tokens before the window). An intervention replaces one
+part before every segment, and does not change the other parts. The split is read once with each
+intervention and once with the unchanged model. The part is replaced in one of these ways:
 
   zeroed    by its initial value, as at the start of a document (`brt.evaluate --ablate`)
   shuffled  by the same part of another row, which has read another document
@@ -36,9 +38,9 @@ METHODS = ("zeroed", "shuffled", "frozen")
 
 
 class Intervention(NamedTuple):
-    """An intervention on the memory."""
+    """An intervention on the memory: which part is replaced, and how."""
 
-    part: str  # "state", "cache" or "memory"
+    part: str  # "state", "cache" or "memory"; see the module's docstring
     how: str  # "zeroed", "shuffled" or "frozen"
 
 
@@ -56,12 +58,15 @@ class InterventionResult:
     # row, or the segment begins a document and thus needs no memory. Otherwise False, because there
     # was no other row to take the memory from.
     foreign: np.ndarray
-    nats: dict[Intervention | None, np.ndarray]  # None: the unchanged model
+    nats: dict[Intervention | None, np.ndarray]  # the key None stands for the unchanged model
     # Metrics of each layer's recurrent state, averaged over rows and segments.
     states: dict[int, dict[str, float]]
 
     def bits_per_byte(self, intervention: Intervention | None, where: np.ndarray) -> float:
-        """Returns the bits per byte of the blocks that `where` marks; None: the unchanged model."""
+        """Returns the bits per byte of the blocks that `where` marks, read with an intervention.
+
+        None in place of an intervention stands for the unchanged model.
+        """
         return float(self.nats[intervention][where].sum() / math.log(2) / self.bytes[where].sum())
 
     def counted(self, intervention: Intervention) -> np.ndarray:
@@ -70,7 +75,7 @@ class InterventionResult:
         return (self.document >= 0) & foreign
 
     def standard_error(self, intervention: Intervention) -> float:
-        """Returns the standard error of the rise in bits per byte by an intervention."""
+        """Returns the standard error of the rise in bits per byte that an intervention causes."""
         difference = self.nats[intervention] - self.nats[None]
         return self._error(difference, self.counted(intervention))
 
@@ -80,7 +85,11 @@ class InterventionResult:
         return self._error(self.nats[None] - mean * self.bytes, where)
 
     def _error(self, nats: np.ndarray, where: np.ndarray) -> float:
-        """Returns the standard error over segments of bits per byte in `where`; inf for one."""
+        """Returns the standard error of `nats` in bits per byte, estimated from the segments.
+
+        Only the blocks that `where` marks count. If fewer than two segments have such blocks, the
+        result is infinite.
+        """
         segments = np.where(where, nats, 0.0).reshape(-1, self.segment_blocks).sum(1)
         segments = segments[where.reshape(-1, self.segment_blocks).any(1)]
         if len(segments) < 2:
@@ -234,7 +243,10 @@ def _select(lanes: Array, a: StackState, b: StackState) -> StackState:
 
 
 def _other_lanes(active: np.ndarray) -> np.ndarray:
-    """Returns for each row the row whose memory it gets: the next `active` one, or itself."""
+    """Returns, for each row, the index of the row whose memory it gets when memory is shuffled.
+
+    An active row gets the memory of the next active row. Other rows keep their own memory.
+    """
     source, lanes = np.arange(len(active)), np.flatnonzero(active)
     source[lanes] = np.roll(lanes, -1)
     return source
@@ -255,7 +267,10 @@ def _counts(
 
 
 def _block_indices(document: np.ndarray) -> np.ndarray:
-    """Returns each block's index in its document, whose blocks are neighbours in one row."""
+    """Returns each block's index in its document.
+
+    The blocks of a document are neighbours in one row of `document`.
+    """
     column = np.broadcast_to(np.arange(document.shape[1]), document.shape)
     first = np.ones(document.shape, bool)
     first[:, 1:] = document[:, 1:] != document[:, :-1]
@@ -263,8 +278,9 @@ def _block_indices(document: np.ndarray) -> np.ndarray:
 
 
 def _with_donor(store: TokenStore, donor: TokenStore) -> TokenStore:
-    """Returns `store`, which has one document, with a second document to swap memories with: the
-    longest of `donor`, cut to the first's length.
+    """Returns `store`, which has one document, with a second document to exchange memories with.
+
+    The second document is the longest one of `donor`, cut to the length of the first document.
     """
     longest = int(np.argmax(donor.lengths))
     only, other = store.document(0), donor.document(longest)

@@ -99,8 +99,10 @@ def probe_report(
 
 
 def memory(result: InterventionResult) -> list[dict[str, Any]]:
-    """Returns a row, as JSON, for each intervention: bits per byte with it and of the unchanged
-    model, both on the same blocks, and their difference.
+    """Returns a row, as JSON, for each intervention.
+
+    A row has the bits per byte with the intervention, those of the unchanged model on the same
+    blocks, and the difference between the two.
     """
     rows = []
     for intervention in filter(None, result.nats):
@@ -123,7 +125,8 @@ def positions(result: InterventionResult) -> list[dict[str, Any]]:
     """Returns a row, as JSON, for each range of positions in a document (see `EDGES`), with the
     bits per byte of the blocks that begin in this range.
 
-    The entry `without` of a row has the bits per byte with each part of the memory zeroed.
+    The entry `without` of a row has, for each part of the memory, the bits per byte of these blocks
+    with the part zeroed.
     """
     rows = []
     for begin, end in zip(EDGES, (*EDGES[1:], None), strict=True):

@@ -47,17 +47,18 @@ class StateMetrics(NamedTuple):
     # Participation ratio (sum of l)^2 / sum of l^2 of the eigenvalues l of the Gram matrix: 1 if
     # all vectors are parallel, S if they are orthogonal and equally long.
     rank: Float[Array, " B"]
-    # Mean cosine between two vectors; 1 means that the states have collapsed, which the state ids,
-    # learned vectors that are added to the states, prevent (Block-Recurrent Transformers, section
-    # 3.3).
+    # Mean cosine between two vectors. 1 means that the states have collapsed. State ids, which are
+    # learned vectors that are added to the states, prevent such a collapse (Block-Recurrent
+    # Transformers, section 3.3).
     similarity: Float[Array, " B"]
 
 
 def state_metrics(states: Sequence[Float[Array, "B ..."]]) -> StateMetrics:
     """Returns the metrics of a layer's state vectors, for each row of the batch.
 
-    The vectors are the rows of the largest of the arrays; an array [B, D] is one vector. The
-    metrics are computed from the Gram matrix, because an eigendecomposition would be slow.
+    The vectors are the rows [D] of the largest array in `states`. If this array is [B, D], each row
+    of the batch has one vector. The metrics are computed from the Gram matrix, because an
+    eigendecomposition would be slow.
     """
     largest = max(states, key=lambda array: array.size)
     v = largest.reshape(len(largest), -1, largest.shape[-1]).astype(jnp.float32)
@@ -143,11 +144,12 @@ def half_life_tokens(decay: Float[Array, " D"], window: int) -> Float[Array, " D
 def state_probe(
     config: Config,
 ) -> Callable[[PyTree[Array], StackState | DistillationCarry], dict[str, Any]]:
-    """Returns a function from parameters and carry to the metrics of states that training logs.
+    """Returns a function that computes metrics of the states from the parameters and the carry.
 
-    The metrics, by tag, are means over a few rows; there are none if no layer has a recurrent
-    state. The half-life of a gate is the median over channels, and is computed for fixed gates
-    only, because other gates depend on the text.
+    Training logs these metrics, which the function returns by tag, as means over a few rows of the
+    batch. If no layer has a recurrent state, there are no metrics. The half-life of a gate is the
+    median over channels, and is computed for fixed gates only, because other gates depend on the
+    text.
     """
     model = config.model
     if "state" not in parts(model):
@@ -174,8 +176,9 @@ _SIZE = 0.01  # The perturbation has this size, relative to the root mean square
 def retention(config: Config, variables: Variables, store: TokenStore) -> dict[int, list[float]]:
     """Returns the share of a perturbation that remains after 1, 2 ... blocks, by layer.
 
-    States are perturbed after Training.segment_length tokens of the longest document in `store`. If
-    fewer than BLOCKS blocks follow, lists are shorter; for a layer whose state is zero, empty.
+    States are perturbed after Training.segment_length tokens of the longest document in `store`. A
+    list has BLOCKS entries, or fewer if fewer blocks follow. The list of a layer whose state is
+    zero is empty.
     """
     model = config.model
     batches = evaluation_batches(
@@ -223,7 +226,10 @@ def half_life_blocks(remaining: list[float]) -> float | None:
 
 
 def _perturb(model: Model, carried: StackState) -> StackState:
-    """Adds noise to the recurrent state of the i-th layer that has one, in row 1 + i."""
+    """Adds noise to the recurrent states: in row 1 + i, only to that of layer i.
+
+    The index i counts from 0, and counts only layers that have a recurrent state.
+    """
     states = layer_states(model, carried)
     for lane, layer in enumerate(sorted(states), start=1):
 
@@ -237,7 +243,10 @@ def _perturb(model: Model, carried: StackState) -> StackState:
 
 
 def _distances(model: Model, carried: StackState) -> dict[int, float]:
-    """Returns, for each layer, the distance of its state in its perturbed lane from lane 0."""
+    """Returns the distance between the perturbed and the unchanged state of each layer.
+
+    The unchanged states are in lane 0, and each layer has its own lane with its perturbed state.
+    """
     import optax  # This import takes long.
 
     def distance(arrays: Sequence[Float[Array, "B ..."]], lane: int) -> float:
