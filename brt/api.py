@@ -37,7 +37,7 @@ def config_from_gin(
     """Returns the config that .gin files describe.
 
     Args:
-      files: paths, relative to the current directory or to the .gin files that come with brt.
+      files: paths, relative to the current directory or to the directory of brt's .gin files.
       bindings: settings that override the files: {"Training.steps": 500}, or lines as for
         --gin_bindings.
       base: the config whose settings are replaced; None stands for the default config.
@@ -195,8 +195,8 @@ class Model:
         """Returns an iterator over the texts that `generate` returns for a list of prompts.
 
         Texts are yielded in the order of the prompts. The model continues several prompts at once,
-        and yields their texts as soon as all of these are finished. The other arguments are those
-        of `stream`, by keyword.
+        and yields their texts as soon as all of these texts are finished. The other arguments are
+        those of `stream`, by keyword.
         """
         names = [f"prompts[{i}]" for i in range(len(prompts))]
         own, options = self._begun(dict(zip(names, prompts, strict=True)), state, **how)
@@ -226,9 +226,9 @@ class Model:
           state: the state from which the model continues.
           max_tokens: the largest number of new tokens; None stands for 500, or for
             Decoding.max_length in a summariser.
-          beams: the number of beams of a search for the most probable text. None lets a language
-            model sample. A summariser with None searches with Decoding.beams beams, unless one of
-            the next three arguments is given; then it samples, too.
+          beams: the number of beams of a search for the most probable text. If it is None, a
+            language model samples. A summariser then searches with Decoding.beams beams, or samples
+            if one of the next three arguments is given.
           temperature: the divisor of the logits; 0 takes the most probable token. Here and in the
             next two arguments, None takes the value of the config's section Sampling.
           top_k: only this number of most probable tokens can be drawn; 0 allows all tokens.

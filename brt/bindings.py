@@ -69,8 +69,8 @@ class Source(NamedTuple):
 
 
 def check_defined(macros: Mapping[str, Binding], bindings: Iterable[Binding]) -> dict[str, Binding]:
-    """Checks macros. Returns a dictionary from each used macro to one of the `bindings` that use
-    it.
+    """Checks macros. Returns a dictionary that maps each used macro to one of the `bindings` that
+    use it.
 
     From the result, the caller can find macros that are never used. ConfigError is raised if a
     macro is not defined, contains itself, or is too large.
@@ -197,7 +197,7 @@ def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
 
 
 def _task(sources: Mapping[str, Source], base: Config | None) -> str:
-    """Returns the name of the task that the sources or else `base` set. It may be no known name."""
+    """Returns the task that the sources set, or else that of `base`. The name may be unknown."""
     found = _winners(sources, lambda b: b.name == "Training.task")
     if not found:
         return (base or Config()).training.task
@@ -235,10 +235,11 @@ def _winners(
     wanted: Callable[[Binding], bool],
     evaluated: Callable[[Binding], Binding] = lambda binding: binding,
 ) -> dict[str, Binding]:
-    """Returns, for each name, the wanted binding that no other one overrides.
+    """Returns, by name, those bindings that no other binding overrides.
 
-    `evaluated` computes the values of bindings. ConfigError is raised if a source binds a name
-    twice, or if two sources bind it to different values and no source overrides both.
+    Only bindings for which `wanted` returns True count. `evaluated` computes their values.
+    ConfigError is raised if a source binds a name twice, or if two sources bind it to different
+    values and no source overrides both.
     """
     candidates: dict[str, dict[str, Binding]] = {}
     for key, source in sources.items():
@@ -272,7 +273,7 @@ def _duplicate(first: Binding, second: Binding, remedy: str) -> ConfigError:
 
 
 def _checked(binding: Binding, task: str | None = None) -> Binding:
-    """Returns a binding with its value converted and paths expanded; errors name its origin."""
+    """Converts the value of a binding, and expands variables in paths; errors name the origin."""
     try:
         value = checked_value(binding.name, binding.value, task)
         if fields_of(binding.name) and declaration(binding.name).path:
@@ -302,8 +303,8 @@ def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Re
                 )
     warmup = _shorten_warmup(values, origins, base or Config())
     if base is None and values["Training"].get("init_from"):
-        # The weights replace the values of settings that have their defaults. `init_keep` names the
-        # settings that somebody has bound to their defaults, so that they are not replaced.
+        # Settings that have their defaults get the values that are saved with the weights. The
+        # settings that a file or a flag binds to their defaults keep them: `init_keep` names these.
         values["Training"].setdefault("init_keep", _bound_to_defaults(winners, task))
     try:
         config = with_values(values, base)
@@ -318,12 +319,14 @@ def _bound_to_defaults(winners: Mapping[str, Binding], task: str) -> tuple[str, 
 
 
 def _idle(config: Config, winners: Mapping[str, Binding]) -> Iterator[str]:
-    """Yields a sentence for each section of a kind that has bound settings, but no layers."""
+    """Yields a sentence for each kind of layers whose settings the user has changed, although the
+    model has no layer of this kind.
+    """
     for section, cls in kind_sections().items():
         bound = [b for name, b in winners.items() if name.partition(".")[0] == section]
         bound = [b for b in bound if b.value != getattr(cls, b.name.partition(".")[2])]
-        # The .gin files that come with brt are left out, because they set fields of several
-        # kinds on purpose.
+        # Bindings in the .gin files that come with brt are left out, because these files set fields
+        # of several kinds on purpose.
         files = [Path(b.origin.rpartition(":")[0]).resolve() for b in bound]
         own = configs_directory().resolve()
         bound = [b for b, file in zip(bound, files, strict=True) if not file.is_relative_to(own)]

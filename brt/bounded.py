@@ -58,7 +58,7 @@ def check(
     The child runs the module. The module must call `serve`, a function of this file, with a
     function that reads the content. The child may take `memory` bytes, which macOS does not
     enforce, and `seconds` of CPU time. Refused is raised if the child refuses the content, crashes,
-    or takes more.
+    or exceeds a limit.
     """
     if trusted(key):
         return
@@ -110,8 +110,8 @@ class Worker:
         atexit.register(self._end)
 
     def ask(self, request: bytes) -> bytes:
-        """Sends a request of one line, and returns the line of the answer; raises Refused without
-        an answer.
+        """Sends a request of one line, and returns the answer, which is one line, too. Raises
+        Refused if the child does not answer.
         """
         with self._lock:
             if self._child is None or self._child.poll() is not None:
@@ -167,7 +167,7 @@ def answer(function: Callable[[bytes], bytes]) -> None:
 def _limit(limits: Mapping[int, int]) -> None:
     """Sets limits of this process, as far as the system allows it.
 
-    `limits` maps the number that the module `resource` gives a kind of limit to the limit.
+    `limits` maps the number of a kind of limit, such as resource.RLIMIT_CPU, to the limit.
     """
     for kind, limit in limits.items():
         _, hard = resource.getrlimit(kind)

@@ -178,7 +178,7 @@ def described(config: Config, origins: Mapping[str, str]) -> str:
 def read(files: Sequence[str], texts: Sequence[str], base: Config | None = None) -> Resolved:
     """Returns the config of .gin files and of bindings, which override the files.
 
-    `texts` are bindings, as for --gin_bindings, and `base` is the config that they change.
+    `texts` are bindings, as for --gin_bindings. Files and bindings change the config `base`.
     """
     _register_kinds()
     resolved = bindings.resolve(read_sources(files, texts), base=base)
@@ -303,7 +303,7 @@ def main(
 
 
 def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | None) -> None:
-    """Prints results by name, and writes them as JSON to `path`, if --json names a file."""
+    """Prints results by name and, if --json has set `path`, writes them to this file as JSON."""
     width = max(map(len, figures))
     for name, value in figures.items():
         shown = f"{value:,}" if isinstance(value, int) else value

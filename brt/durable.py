@@ -24,7 +24,8 @@ def acquire_lock(file: IO | int, *, wait: bool = False) -> bool:
     """Locks a file for this process and for child processes that inherit the open file.
 
     The lock ends when all of these processes have closed the file. Returns False if the file system
-    has no locks, else True. Without `wait`, BlockingIOError says that another process has the lock.
+    has no locks, else True. If another process has the lock, the function waits for it or, if
+    `wait` is False, raises BlockingIOError.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -175,8 +176,8 @@ def is_regular_or_new(path: Path) -> bool:
 
 
 def utf8_path(path: Path) -> Path:
-    """Returns `path`, a directory for checkpoints; raises ConfigError if the path is not UTF-8, as
-    TensorStore requires.
+    """Returns `path`, a directory for checkpoints. Raises ConfigError if the path is not UTF-8,
+    because TensorStore requires UTF-8.
     """
     try:
         os.path.abspath(path).encode()
@@ -205,7 +206,7 @@ def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: in
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if status and not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        # Bytes of file names that are not UTF-8 are written as escapes.
+        # A text may contain a file name that is not UTF-8. Such bytes are written as escapes.
         encoding, errors = (None, None) if "b" in mode else ("utf-8", "backslashreplace")
         return open(path, mode, buffering, encoding, errors, opener=opener)
 

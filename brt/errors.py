@@ -55,7 +55,7 @@ class BucketError(BrtError):
 
 
 class NonFiniteError(BrtError):
-    """An error which says that the loss jumped, or that it or a gradient is NaN or infinite."""
+    """An error which says that the loss jumped, or that the loss or a gradient is not finite."""
 
     exit_code = 5
 

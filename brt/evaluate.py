@@ -52,7 +52,7 @@ def _windows(text: str) -> tuple[int, ...]:
 
 
 def _follow(args: argparse.Namespace) -> None:
-    """Evaluates checkpoints until training ends. If stopped, the same command continues later."""
+    """Evaluates checkpoints until training ends. After a stop, the same command continues."""
     from brt.training import following
     from brt.training.workdir import Workdir
 

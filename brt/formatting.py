@@ -10,7 +10,7 @@ from typing import Any
 # `printable` escapes characters of these categories: controls, marks of direction and other
 # invisible characters, line separators, and lone surrogates.
 _ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-# U+200C separates two letters, and U+200D joins two letters or emoji.
+# These are not escaped. U+200C separates two letters, and U+200D joins two letters or emoji.
 _KEPT = "\n\t\u200c\u200d"
 # `sentence` leaves out the middle of words of 500 characters or more, and of messages of more than
 # 2,000 characters.
@@ -47,8 +47,8 @@ def listed(names: Sequence[str], most: int = 4) -> str:
 
 
 def printable(text: str) -> str:
-    """Escapes, as in \\x1b, the characters of a text that could control a terminal, reorder or
-    hide other text, or cannot be encoded.
+    """Returns a text in which characters are escaped, as in \\x1b, if they could control a
+    terminal, could reorder or hide other text, or cannot be encoded.
 
     Line ends and tabs are kept. The text is escaped where it leaves the process: in brt/output.py,
     in errors, in log.txt, and by the writers of reports. URLs replace the paths in `SHOWN`.

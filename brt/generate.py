@@ -84,7 +84,7 @@ def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
     if file:
         name, data = _opened(file)
         prompt = "".join(plain_text.read(name, contents.no_more_than(LARGEST, name, data)))
-    # Python represents bytes of the command line that the locale cannot decode by these characters.
+    # These characters stand for bytes of the command line that the locale cannot decode.
     elif prompt and re.search("[\udc80-\udcff]", prompt):
         prompt = plain_text.decoded("--prompt", os.fsencode(prompt))
     else:

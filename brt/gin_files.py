@@ -95,7 +95,7 @@ def _add(
 
 
 class _Grammar(config_parser.ConfigParser):
-    """A parser of gin's grammar with limits, which refuses dictionaries that have a key twice."""
+    """A parser of gin's grammar that has limits, and refuses dictionaries with a repeated key."""
 
     _keys: set[Any] = set()
     _depth = _strings = 0  # `_depth` counts open brackets, `_strings` adjacent strings.
@@ -182,7 +182,7 @@ def _no_value(word: str) -> str:
 
 def _unreadable(message: str, line: str | None) -> str:
     """Returns a clear sentence for a syntax error of gin's parser."""
-    # The text after the = is the value if there is only one =, and no bracket follows it.
+    # The text after the = is the value if there is only one =, and the text begins with no bracket.
     word = (line or "").partition("=")[2].partition("#")[0].strip()
     word = "" if word[:1] in ("(", "[", "{") or "=" in word else word
     if match := re.search("Failed to parse token '(.*)'", message):

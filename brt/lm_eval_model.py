@@ -36,7 +36,7 @@ class BrtLM(TemplateLM):
       add_bos_token: True if BOS is read before contexts, as in brt's other commands. False leaves
         BOS out, as the model `hf` of lm_eval does if the tokenizer of the model adds no BOS.
       batch_size: the number of continuations of a context that are read side by side.
-      device: not used, because JAX chooses the devices; lm_eval has a default for it.
+      device: not used, because JAX chooses the devices; lm_eval may pass one.
       others: settings with their values, such as {"Window.block": 64}.
     """
 
@@ -138,8 +138,8 @@ class BrtLM(TemplateLM):
     def _memories(
         self, contexts: Iterable[tuple[int, ...]]
     ) -> Iterator[tuple[tuple[int, ...], api.Memory]]:
-        """Yields contexts with their memories. Whole blocks that several contexts share, such as
-        those of examples before the questions of a task, are read once.
+        """Yields each context with the memory after it. Whole blocks at the beginning of several
+        contexts, such as the examples before the questions of a task, are read only once.
         """
         ordered, block = sorted(contexts), self.model.config.model.block_length
         shared = [len(os.path.commonprefix([*pair])) for pair in pairwise(ordered)]
@@ -158,7 +158,7 @@ class BrtLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Returns the log-likelihood of each text, read as a whole from BOS as in brt.evaluate."""
+        """Returns the log-likelihoods of whole texts, each read after BOS as in brt.evaluate."""
         answers = []
         for request in tqdm(requests, disable=disable_tqdm):
             (text,) = request.args
@@ -221,6 +221,6 @@ def _how(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Makes the class known as `brt`, unless lm_eval has found it by its entry point."""
+    """Registers the class as `brt`, unless lm_eval has found it through the entry point."""
     if "brt" not in model_registry:
         register_model("brt")(BrtLM)

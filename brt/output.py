@@ -39,7 +39,7 @@ def say(message: str, stream: io.TextIOBase | TextIO | None = None) -> None:
 
 
 def pass_on(text: str, end: str = "") -> None:
-    """Prints a text for other programs, such as a script; it is escaped on a terminal only."""
+    """Prints a text for other programs, such as a script; it is escaped only on a terminal."""
     print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 

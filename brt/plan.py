@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _choose_platform(args: argparse.Namespace) -> None:
-    """Makes jax use the CPU if the flags name another machine, so accelerators stay free."""
+    """Makes jax use the CPU if the flags name another machine. Accelerators then stay free."""
     if args.devices is not None:
         if args.devices < 1:
             raise ConfigError(f"--devices={args.devices} must be above 0")

@@ -90,7 +90,7 @@ def lacks_secret(value: object) -> bool:
 
 
 def _without_random(match: re.Match) -> str:
-    """Returns *** for a word of random characters, but keeps a hash whose name stands before it."""
+    """Returns *** for a word of random characters, but keeps a hash after a word such as `sha`."""
     word, before = match[0], match.string[: match.start()]
     if before.endswith("/") and not re.search(r"https?://[^\s'\"]*$", before):
         return word  # The word is a part of a path, and such words are kept.

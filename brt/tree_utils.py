@@ -33,7 +33,7 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def describe(leaves: Mapping[str, Any]) -> Description:
-    """Returns the dtype and shape of every leaf as JSON, from arrays or `jax.ShapeDtypeStruct`."""
+    """Returns the dtype and shape of every leaf (array or `jax.ShapeDtypeStruct`) as JSON."""
     return {
         name: {"dtype": str(np.dtype(leaf.dtype)), "shape": list(leaf.shape)}
         for name, leaf in leaves.items()

@@ -6,15 +6,15 @@
     S  recurrent states               L  layers
     H  heads                          K  size of a head
     D  model width                    F  hidden width of the feed-forward layer
-    V  vocabulary                     Z  the cached block and the segment (W + T)
+    V  tokens of the vocabulary       Z  tokens of the cached block and the segment (W + T)
     X  tokens of a document that is summarised (its summary has T), or frames of an utterance (its
        transcript has T)
 
 The same letters are used in jaxtyping annotations, einsums and docstrings. Batches have integers of
 the type int32. The following terms have the same meaning everywhere:
 
-    row      a row of the batch; a row of a language model, which reads document after document from
-             step to step, is called a lane in the code
+    row      a row of the batch; in a language model, a row reads document after document from step
+             to step, and is called a lane in the code
     segment  the tokens that a row reads in a step; gradients end at the segment's start
     block    the tokens that a layer reads at once, by default as many as the window; a segment
              consists of blocks, and documents start at block boundaries

@@ -76,7 +76,7 @@ def parse_json(
 
     JSONDecodeError is raised for JSON that is nested deeply, or contains very long numbers or very
     many lists and objects. `halves` says what happens to surrogates without a partner. "strict"
-    raises JSONDecodeError, except for the surrogates U+DC80 to U+DCFF, by which Python represents
+    raises JSONDecodeError, except for the surrogates U+DC80 to U+DCFF, which in Python stand for
     bytes of file names that are not UTF-8. "replace" converts all surrogates without a partner to
     U+FFFD. "keep" leaves them in the value, for callers that report them themselves.
     """
@@ -220,9 +220,9 @@ def npz(path: Path, growth: int | None = GROWTH) -> Iterator[dict[str, LazyArray
     The content of an array can be read until the context ends. Files whose arrays claim more bytes
     than the file can contain are refused. An uncompressed array cannot have more bytes than the
     file, and a compressed one cannot have more than 1032 times as many. All arrays together have at
-    most `growth` times the bytes of the file plus 64 MiB; None sets no limit, for callers that
-    check the shapes before they read. ValueError is raised for files that are not .npz files, for
-    damaged files, and for arrays of objects.
+    most `growth` times the bytes of the file plus 64 MiB. If `growth` is None, this limit does not
+    apply, because the caller checks the shapes before reading. ValueError is raised for files that
+    are not .npz files, for damaged files, and for arrays of objects.
     """
     with open_file(path) as file:
         with _as_value_errors(path.name):

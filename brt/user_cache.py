@@ -131,7 +131,7 @@ _JAX_OPTION = "jax_compilation_cache_dir"
 
 
 def share_compiled_programs() -> None:
-    """Makes JAX store compiled programs in the user's cache, unless its cache is configured."""
+    """Makes JAX store compiled programs in the user's cache, unless JAX's cache is configured."""
     # jax is imported here, because commands that compile nothing need not load it.
     import jax
 

@@ -6,8 +6,8 @@ needed because the library that stores the arrays notices missing files, but not
 Orbax writes each array with Zarr 2: `.zarray` is JSON that describes the array, and each chunk is
 a zstd stream. Both are entries of a key-value store (OCDBT), whose tree of keys is compressed, too.
 This module fixes the format that brt reads, and no file of a checkpoint can choose another one.
-Before brt itself reads arrays, a child process with limited memory and time runs this file to read
-them.
+Before brt itself reads arrays, a child process with limited memory and time reads them by running
+this module.
 """
 
 import hashlib
@@ -46,7 +46,10 @@ def write(directory: Path, known: Mapping[str, str] = MappingProxyType({})) -> N
 
 
 def checksums(directory: Path, known: Collection[str] = ()) -> dict[str, str]:
-    """Returns the checksums of the files below a directory, except for the paths in `known`."""
+    """Returns a dictionary from the relative paths of files below a directory to their checksums.
+
+    Files whose paths are in `known` are left out.
+    """
     sums = {}
     for path in files(directory):
         if (name := path.relative_to(directory).as_posix()) not in known:
@@ -61,8 +64,8 @@ def verify(
     """Compares a checkpoint with its MANIFEST.sha256; returns a phrase for each problem.
 
     Only files whose relative paths are in `only` are read (None: all). `arrays` is the number of
-    bytes of the checkpoint's arrays (None: not known). If the files are far larger than that, the
-    result is this problem alone, and no file is read.
+    bytes of the checkpoint's arrays (None: not known). If all files together are far larger than
+    the arrays, no file is read, and the result has only a phrase about this problem.
     """
     try:
         expected = read(directory)
@@ -80,9 +83,9 @@ def verify(
 
 
 def read(directory: Path) -> dict[str, str]:
-    """Returns the hexadecimal checksums that MANIFEST.sha256 lists, by the files' relative paths.
+    """Returns the content of MANIFEST.sha256: it maps relative paths of files to hex checksums.
 
-    ValueError is raised if the manifest is missing or damaged; the message says how.
+    ValueError is raised if the manifest is missing or damaged; the message says what is wrong.
     """
     try:
         text = untrusted.read_file(directory / NAME).decode("ascii")
@@ -132,7 +135,7 @@ def _verify_file(path: Path, name: str, expected: str) -> list[str]:
 
 
 def open_array(directory: Path, name: str, shape: list[int], dtype: str) -> Any:
-    """Opens an array that Orbax wrote, as a `tensorstore.TensorStore` that has not read the array.
+    """Opens an array that Orbax wrote; returns a `tensorstore.TensorStore`, without reading data.
 
     ValueError is raised if the array is missing, or has another shape, dtype or encoding.
     """
@@ -157,7 +160,7 @@ def open_array(directory: Path, name: str, shape: list[int], dtype: str) -> Any:
 
 
 def check_arrays(directory: Path, arrays: Mapping[str, tuple[list[int], str]]) -> None:
-    """Lets a child process read arrays, unless brt wrote them or has tried them (see `bounded`).
+    """Lets a child process read arrays, unless brt wrote them or did this before (see `bounded`).
 
     `arrays` maps the names of the arrays to their shapes and dtypes. The checksums of the files
     must have been verified before. ValueError is raised if an array has another shape, dtype or

@@ -5,10 +5,10 @@
     meta.json         step, seed, position in the data, config, and other values of the trainer
     MANIFEST.sha256   checksums of all these files
 
-A checkpoint is written to `<step>.partial` and renamed when it is complete. A killed run therefore
-leaves intact checkpoints and files to delete, but no checkpoint that is half written. Checksums are
-verified before anything is read; if the newest checkpoint is damaged, the next older intact one is
-used, with a warning. A checkpoint may be a symbolic link to a directory. The file
+A checkpoint is written to `<step>.partial` and renamed when it is complete. A killed run may
+therefore leave files to delete, but no checkpoint that is half written. Checksums are verified
+before anything is read. If the newest checkpoint is damaged, a warning says so, and the newest
+intact one is used. A checkpoint may be a symbolic link to a directory. The file
 last_checkpoint.txt, next to the directory `checkpoints`, names the step that was saved last, so
 that a run whose checkpoints were removed does not begin again unnoticed.
 """
@@ -82,9 +82,9 @@ absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pa
 class VerifiedCheckpoint(NamedTuple):
     """A checkpoint whose checksums are right."""
 
-    step: int  # number of completed training steps, the name of the checkpoint
+    step: int  # number of completed training steps, and name of the checkpoint's directory
     meta: dict[str, Any]  # the content of meta.json
-    problems: list[str]  # a sentence about each newer checkpoint that is damaged
+    problems: list[str]  # a sentence about each damaged checkpoint that is newer than this one
     requested: int | None = None  # the step that `find` was asked for; None for the newest
     state: Any = None  # pytree of the checkpoint's arrays; None before `restore` has read them
 
@@ -190,9 +190,9 @@ def find(
 ) -> VerifiedCheckpoint:
     """Verifies checksums, and returns the newest intact checkpoint, or the checkpoint of `step`.
 
-    `warn` is called with a sentence about every damaged checkpoint that is passed over, unless this
-    sentence is in `warned`, which are the `problems` of an earlier result. CheckpointError is
-    raised if there is no such checkpoint, or if it has the format of another version of brt.
+    `warn` is called with a sentence about every damaged checkpoint that is passed over. `warned`
+    has sentences that are not repeated: the `problems` of an earlier result. CheckpointError is
+    raised if no such checkpoint is intact, or if it has the format of another version of brt.
     """
     problems: dict[int, str] = {}
     # Every round of the loop lists the directory again, because a trainer may be removing old
@@ -238,12 +238,12 @@ def restore(
     """Reads a checkpoint with its arrays, which are restored bit by bit.
 
     Args:
-      target: pytree of `jax.ShapeDtypeStruct`, or of arrays, which has the structure of the result
-        and says the shape, dtype and sharding of each array. An array whose sharding is None is
+      target: pytree of `jax.ShapeDtypeStruct` or of arrays. It has the structure of the result,
+        and the shape, dtype and sharding of each array. An array whose sharding is None is
         restored to the default device. A `target` of None restores all arrays to the default
         device, as a dictionary from names to arrays.
-      checkpoint: the result of `find`, whose checksums are not verified again; None finds the
-        checkpoint of `step`, or the newest intact one.
+      step: the argument of `find`, which is called if `checkpoint` is None or is removed meanwhile.
+      checkpoint: an earlier result of `find`; its checksums are not verified again.
       partial: True if the checkpoint may have arrays that `target` lacks; these are not read.
 
     Raises:

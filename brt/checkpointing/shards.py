@@ -1,8 +1,8 @@
-"""The arrays of a run whose processes see no common directory: every process writes what it has.
+"""Writes the arrays of a run whose processes see no common directory: each writes its own shards.
 
-The format is the one that Orbax writes if all processes see one directory: each process has a
-key-value store (OCDBT) in a directory of its own, and a further store in the directory above them
-refers to the content of these stores.
+The format is the one that Orbax writes if all processes see one directory. Each process has a
+key-value store (OCDBT) in a directory of its own. One more store, in the directory above these
+directories, refers to the content of the processes' stores.
 """
 
 import math
@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import tensorstore
 
-# The files of a store have at most this size, because a file is uploaded as a whole. Each chunk of
-# an array is in a single file, so chunks must not be larger, either.
+# The files of a store have at most this size, because a file is uploaded as a whole. A chunk of an
+# array is never divided among files, so chunks must not be larger, either.
 FILE_BYTES = 64 << 20
 
 
@@ -26,11 +26,11 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     chunk: tuple[int, ...]  # the shape of the chunks of the array; see `chunk_shape`
-    shards: list[tuple[tuple[slice, ...], np.ndarray]]  # of each: place in the array, values
+    shards: list[tuple[tuple[slice, ...], np.ndarray]]  # (place in the array, values) of each
 
 
 def copied(arrays: Mapping[str, jax.Array]) -> list[Part]:
-    """Copies the shards of this process to the host; a step may then reuse the devices' memory."""
+    """Copies this process's shards to the host, so that a step may donate `arrays` afterwards."""
     for array in arrays.values():
         array.copy_to_host_async()
     return [
@@ -44,10 +44,10 @@ def copied(arrays: Mapping[str, jax.Array]) -> list[Part]:
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Returns the shape of the chunks (equal parts of at most FILE_BYTES) of a shard.
+    """Returns the shape of the chunks into which a shard of the shape `shape` is divided.
 
-    `shape` is the shape of the shard. As long as a chunk is too large, its longest axis is divided
-    by the smallest factor of the axis's size.
+    Chunks are equal parts of at most FILE_BYTES bytes. As long as a chunk is too large, its longest
+    axis is divided by the smallest prime factor of the axis's size.
     """
     chunk = list(shape)
     while math.prod(chunk) * itemsize > FILE_BYTES:
@@ -93,12 +93,12 @@ def write(directory: Path, parts: Sequence[Part]) -> None:
 def merge(base: Mapping[str, Any], parts: Sequence[str]) -> dict[str, bytes]:
     """Merges the stores of all processes into a new store, which only refers to their content.
 
-    `parts` are the names of the directories of the stores. `base` is TensorStore's spec of the
-    directory that contains them, to which the new store is written, too. Returns the contents of
-    the new store's files, by the names of the files.
+    `parts` are the names of the stores' directories. `base` is TensorStore's spec of the directory
+    that contains them. The new store is written to this directory, too. Returns a dictionary from
+    the names of the new store's files to the contents of the files.
     """
 
-    # Stores of one context can refer to each other's content.
+    # All stores are opened in one context, so that one can refer to the content of the others.
     context = tensorstore.Context()
 
     def opened(path: str) -> tensorstore.KvStore:

@@ -62,10 +62,10 @@ def link_frozen(
 ) -> dict[str, str] | None:
     """Links the files of the frozen arrays of the checkpoint `step` into a new checkpoint.
 
-    `target` is the directory of the new checkpoint. Returns the SHA-256 checksum of each linked
-    file, by the file's path in the checkpoint. Returns None if the arrays have to be written,
-    because the frozen arrays of the checkpoint `step` are not exactly `names`, or because its files
-    cannot be read or linked. OSError is raised if the disk is full or fails.
+    `target` is the directory of the new checkpoint. Returns a dictionary from the path of each
+    linked file in the checkpoint to the file's SHA-256 checksum. Returns None if the arrays have to
+    be written instead: the frozen arrays of the checkpoint `step` are not exactly `names`, or its
+    files cannot be read or linked. OSError is raised if the disk is full or fails.
     """
     source = directory / str(step)
     try:
@@ -107,19 +107,19 @@ def check_disk(directory: Path, needed: int, remedy: str = "") -> None:
 class CheckpointWriter:
     """Saves checkpoints in a background thread.
 
-    If a save fails in the background, the next call of `check`, `wait`, `save` or `close` raises
-    CheckpointError, or the error of the bucket that the run is copied to. Creating a writer removes
-    the files that killed runs left behind, so only a trainer that holds the lock of the run
-    directory may create a writer. With several processes, each process writes its shards of the
-    arrays, and the first process writes everything else.
+    If a save, or copying it to the bucket of the run, fails in the background, the next call of
+    `check`, `wait`, `save` or `close` raises CheckpointError. Creating a writer removes the files
+    that killed runs left behind, so only a trainer that holds the lock of the run directory may
+    create a writer. With several processes, each process writes its shards of the arrays, and the
+    first process writes everything else.
 
     Args:
       directory: the `checkpoints` directory of a run, which is created if it does not exist.
-      keep: this number of newest checkpoints is kept, and older ones are removed.
+      keep: the number of newest checkpoints that are kept; older ones are removed.
       keep_every: checkpoints at multiples of this number of steps are never removed; 0 if there are
         no such checkpoints.
-      in_background: called with the name of a phase, "committing"; the background thread enters the
-        returned context while it completes a checkpoint.
+      in_background: a function from the name of a phase, which is "committing", to a context. The
+        background thread is in this context while it completes a checkpoint.
     """
 
     def __init__(
@@ -185,11 +185,11 @@ class CheckpointWriter:
         """Declares arrays that no step changes, so that checkpoints share their files.
 
         `names` are paths in the pytrees that are passed to `save`, such as "params/embedding".
-        `step` is that of an existing checkpoint whose files contain these arrays; None if there is
-        no such checkpoint.
+        `step` is the step of an existing checkpoint whose files contain these arrays; None if there
+        is no such checkpoint.
         """
-        # If each process has its own directory, it cannot link the files of the others, so
-        # checkpoints share no files.
+        # If each process has its own directory, no process can link the files that the others have
+        # written, so checkpoints share no files.
         self._frozen = frozenset() if self._apart else frozenset(names)
         self._frozen_step = step
 
@@ -197,9 +197,9 @@ class CheckpointWriter:
         """Starts to save a checkpoint.
 
         The method first waits for the previous save. It returns when the arrays have been copied,
-        so that the caller may then donate the arrays to a jitted function. If the step was saved by
-        the previous call, the method does nothing. It saves `meta`, and the entries that
-        `reader.read_meta` lists, as meta.json.
+        so that the caller may then donate the arrays to a jitted function. The file meta.json gets
+        the entries of `meta` and those that `reader.read_meta` lists. If the previous call saved
+        this step, the method does nothing.
 
         If an array holds NaN or infinity, NonFiniteError is raised and nothing is saved.
         CheckpointError is raised if the save cannot start, or if the previous save failed.
@@ -236,7 +236,7 @@ class CheckpointWriter:
         self._pending = self._thread.submit(self._finish, step, text, checksums, parts)
 
     def _arguments(self, arrays: Mapping[str, Any]) -> ocp.args.PyTreeSave:
-        """Returns Orbax's arguments; files for a bucket have at most `shards.FILE_BYTES` bytes."""
+        """Returns Orbax's arguments, which limit the size of files for a bucket (FILE_BYTES)."""
         if not storage.of(self._directory).apart:
             return ocp.args.PyTreeSave(arrays)
         limited = ocp.SaveArgs(chunk_byte_size=shards.FILE_BYTES)
@@ -245,9 +245,9 @@ class CheckpointWriter:
         )
 
     def _save_frozen(self, partial: Path, arrays: Mapping[str, Any]) -> dict[str, str]:
-        """Links the files of the frozen arrays, or writes them if there is nothing to link.
+        """Links the files of the frozen arrays, or writes the arrays if the files cannot be linked.
 
-        Returns the checksums of linked files, by their paths in the checkpoint.
+        Returns a dictionary from the paths of linked files in the checkpoint to their checksums.
         """
         checksums = None
         if processes.is_first() and self._frozen_step is not None:
@@ -259,7 +259,7 @@ class CheckpointWriter:
         return checksums or {}
 
     def check(self) -> None:
-        """Raises CheckpointError if a save has failed, without waiting for a save in progress."""
+        """Raises CheckpointError if a save has failed; does not wait for a save in progress."""
         storage.of(self._directory).check()
         if self._pending is None or self._pending.done():
             self.wait()
@@ -273,11 +273,11 @@ class CheckpointWriter:
             raise moved
 
     def _moved(self) -> CheckpointError | None:
-        """Returns an error if the path no longer leads to the writer's directory, or else None."""
+        """Returns an error if the writer's directory is no longer at its path, or else None."""
         try:
             place = self._place  # None after `close`.
             same = place is None or os.path.samestat(os.stat(self._directory), os.fstat(place))
-        except OSError as error:  # The next save reports other errors of the storage.
+        except OSError as error:  # Any other error is ignored, because the next save reports it.
             same = not isinstance(error, FileNotFoundError | NotADirectoryError)
         if same:
             return None

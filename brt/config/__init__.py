@@ -2,11 +2,11 @@
 
 Each dataclass is a section of .gin files, and its fields are settings. The comment next to a field
 or above it is the field's documentation, which `--print_config` shows. The default of a field is
-written with a function of `brt.config.fields`, which also declares whether a resumed run may change
-the setting, whether a run that starts from weights takes its value from them, and whether prepared
-data depend on it. `__post_init__` of a section checks the settings of the section, and
-`Config.__post_init__` checks settings of two sections against each other. A task checks the
-settings that it reads.
+written with a function of `brt.config.fields`. The function also declares whether a resumed run may
+change the setting, whether a run that starts from weights takes the value from the weights, and
+whether prepared data depend on the setting. `__post_init__` of a section checks the settings of the
+section, and `Config.__post_init__` checks settings of two sections against each other. A task
+checks the settings that it reads.
 """
 
 import dataclasses

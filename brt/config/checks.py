@@ -1,4 +1,4 @@
-"""Functions with which config sections check their own fields, and the types of values.
+"""Functions with which config sections check their fields, and functions that check types.
 
 If a check fails, the function raises a ConfigError that names the setting and its value.
 """
@@ -167,8 +167,8 @@ def check_section(
 ) -> None:  # fmt: skip
     """Checks the numbers of a section, and expands its paths (`settle_paths`).
 
-    Fields in `positive` must be above 0, and those in `shares` in [0, 1). No other number may be
-    negative, except those in `any_sign`.
+    Fields in `positive` must be above 0, and fields in `shares` must be in [0, 1). Other numbers
+    must not be negative, unless the field is in `any_sign`.
     """
     check_finite(section)
     settle_paths(section)
@@ -233,8 +233,8 @@ def check_rows(section: Any, longest: str = "") -> None:
 
     If the user named training rows but no rows for the validation or the test split, the split
     becomes 5 % of the training rows. If the training rows are the default or generated, the split
-    has the default sources that the section declares. Buckets (padded lengths) must ascend to the
-    value of the field `longest`, if there is one.
+    has the default sources that the section declares. Buckets (padded lengths) must ascend. If
+    `longest` is given, the last bucket must equal the value of the field with this name.
     """
     fill_held_out(section, (f"{PART}0.05",))
     for split in ("validation", "test"):
@@ -276,7 +276,9 @@ def column(section: Any, role: str, usual: str = "") -> str:
 
 
 def check_columns(section: Any, *roles: str) -> None:
-    """Refuses `columns` that are not ROLE=COLUMN with different `roles`; sorts them as `roles`."""
+    """Refuses items of `columns` that are not ROLE=COLUMN with a role in `roles`, and roles that
+    are named twice. Sorts the items in the order of `roles`.
+    """
     form = " or ".join(f"'{role}=COLUMN'" for role in roles)
     for pair in section.columns:
         role, _, name = pair.partition("=")

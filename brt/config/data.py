@@ -26,8 +26,8 @@ class Data:
     # The training documents are read from these sources.
     train: tuple[str, ...] = sources(("corpus:novels/train",))
     # The validation documents are read from these sources. () holds out a part of the training
-    # documents. The default is 'auto', which `held_out` sets. 'auto' stands for
-    # 'corpus:novels/validation' if `train` has its default, and otherwise for ().
+    # documents. By default, validation is 'corpus:novels/validation' if `train` has its
+    # default, and otherwise ().
     validation: tuple[str, ...] = held_out(("corpus:novels/validation",))
     # The test documents are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("corpus:novels/test",))
@@ -100,8 +100,8 @@ class Data:
     def _memory_tasks(self, split: str) -> tuple[str, ...]:
         """Returns sources of the held-out `split`, one for each memory task in `train`.
 
-        The number of documents of a source is that of the task in `train`, multiplied by the
-        fraction of the split. The result is () if the fraction is 0 or `train` has no memory tasks.
+        A source has as many documents as the task has in `train`, multiplied by the fraction of the
+        split. The result is () if the fraction is 0 or `train` has no memory tasks.
         """
         share = getattr(self, f"{split}_fraction")
         tasks = [re.fullmatch(rf"({MEMORY}\w+)/train/(\d+)(.*)", name) for name in self.train]
@@ -124,9 +124,8 @@ class Pairs:
     # The training pairs are read from these sources.
     train: tuple[str, ...] = sources(("corpus:summaries/train",))
     # The validation pairs are read from these sources. 'part:SHARE' holds out this share of the
-    # training rows, and () means no validation. The default is 'auto', which `held_out` sets.
-    # 'auto' stands for 'corpus:summaries/validation' if `train` has its default, and otherwise for
-    # 'part:0.05'.
+    # training rows, and () means no validation. By default, validation is
+    # 'corpus:summaries/validation' if `train` has its default, and otherwise 'part:0.05'.
     validation: tuple[str, ...] = held_out(("corpus:summaries/validation",))
     # The test pairs are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("corpus:summaries/test",))
@@ -175,9 +174,9 @@ class Sentences:
     # The training rows are read from these sources.
     train: tuple[str, ...] = sources(("generated:train/2000",))
     # The validation rows are read from these sources. 'part:SHARE' holds out this share of the
-    # training rows, and () means no validation. The default is 'auto', which `held_out` sets.
-    # 'auto' stands for 'generated:validation/200' if `train` has its default or names only sources
-    # 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
+    # training rows, and () means no validation. By default, validation is
+    # 'generated:validation/200' if `train` has its default or names only generated sources, and
+    # otherwise 'part:0.05'.
     validation: tuple[str, ...] = held_out(("generated:validation/200",))
     # The test rows are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("generated:test/200",))
@@ -241,9 +240,9 @@ class Questions:
     # The training questions are read from these sources.
     train: tuple[str, ...] = sources(("generated:train/2000",))
     # The validation questions are read from these sources. 'part:SHARE' holds out this share of the
-    # training rows, and () means no validation. The default is 'auto', which `held_out` sets.
-    # 'auto' stands for 'generated:validation/200' if `train` has its default or names only sources
-    # 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
+    # training rows, and () means no validation. By default, validation is
+    # 'generated:validation/200' if `train` has its default or names only generated sources, and
+    # otherwise 'part:0.05'.
     validation: tuple[str, ...] = held_out(("generated:validation/200",))
     # The test questions are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("generated:test/200",))
@@ -299,9 +298,9 @@ class Speech:
     # The training utterances are read from these sources.
     train: tuple[str, ...] = sources(("generated:train/1000",))
     # The validation utterances are read from these sources. 'part:SHARE' holds out this share of
-    # the training rows, and () means no validation. The default is 'auto', which `held_out` sets.
-    # 'auto' stands for 'generated:validation/100' if `train` has its default or names only sources
-    # 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
+    # the training rows, and () means no validation. By default, validation is
+    # 'generated:validation/100' if `train` has its default or names only generated sources, and
+    # otherwise 'part:0.05'.
     validation: tuple[str, ...] = held_out(("generated:validation/100",))
     # The test utterances are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("generated:test/100",))

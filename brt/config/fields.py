@@ -67,8 +67,8 @@ def held_out(usual: T) -> T:
     """Declares a field that names the sources of a held-out split (validation or test).
 
     The default of the field is ("auto",). When the section is made, `fill_held_out` replaces this
-    default: by `usual` if the section's field `train` has its default or names only generated data,
-    and otherwise by other sources.
+    default. The field gets `usual` if the section's field `train` has its default or names only
+    generated data. Otherwise it gets the sources that the section passes to `fill_held_out`.
     """
     setting = {_DECLARED: Setting(True, "own", _SOURCES, "data"), _USUAL: usual}
     return dataclasses.field(default=_AUTO, metadata=setting)
@@ -78,7 +78,7 @@ def fill_held_out(section: Any, otherwise: tuple[str, ...]) -> None:
     """Sets the fields declared by `held_out` that the user did not set; called by `__post_init__`.
 
     If `train` names data of the user, the fields get `otherwise`, because the user wants to
-    evaluate on such data.
+    evaluate on such data. In all other cases, they get the argument `usual` of `held_out`.
     """
     made_up = all(name.startswith(GENERATED) for name in section.train)
     usual = section.train == type(section).train or made_up
@@ -99,7 +99,7 @@ def inherited(default: T) -> T:
 
 
 def adaptable(default: T) -> T:
-    """Declares a field that weights were trained with but that can be changed, such as a window."""
+    """Declares a field that may differ from its value in the weights, such as a window."""
     return _field(default, Setting(False, "adaptable", False))
 
 

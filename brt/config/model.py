@@ -65,8 +65,9 @@ class Norm:
     # Sennrich 2019). 'layer' also subtracts the mean before, and adds a learned bias (Ba et al.
     # 2016).
     kind: Literal["rms", "layer"] = inherited("rms")
-    # The norm is of the input of attention and of the MLP ('before'), of their output before it is
-    # added to the residual stream ('after', as in OLMo 2), or of both ('both', as in Gemma 2).
+    # The norm is applied to the input of attention and of the MLP ('before'), to the output of both
+    # before it is added to the residual stream ('after', as in OLMo 2), or to input and output
+    # ('both', as in Gemma 2).
     place: Literal["before", "after", "both"] = inherited("before")
     epsilon: float = inherited(1e-6)  # This number is added to the mean square of a vector.
     # True multiplies normalized vectors by 1 + weight instead of by the weight, as Gemma does.
@@ -105,8 +106,8 @@ class Rotary:
     divisors: tuple[float, ...] = derived(())
     # Rotated channels of queries and keys are multiplied by this number, as in YaRN.
     attention_factor: float = derived(1.0)
-    # Layers whose queries and keys are not rotated: True at their place in this pattern, which
-    # repeats up to the highest layer (SmolLM3). An empty pattern rotates in all layers.
+    # A layer rotates no queries and keys if this pattern has True at the layer's place (SmolLM3).
+    # The pattern repeats up to the highest layer. An empty pattern rotates in all layers.
     skipped: tuple[bool, ...] = derived(())
     # A pretrained model was trained for contexts of at most this number of tokens; 0 means unknown.
     context: int = inherited(0)
@@ -245,8 +246,8 @@ class Model:
     relative_buckets: int = inherited(32)  # Number of buckets of T5's relative position bias.
     # Distance in tokens from which all keys share the last bucket of T5's bias.
     relative_max_distance: int = inherited(128)
-    # Dropout rate after the norm before attention, of attention weights, after the MLP, and before
-    # the logits.
+    # Dropout rate of the input of attention, of attention weights, of the output of the MLP, and of
+    # the vectors from which logits are computed.
     dropout: float = free(0.0)
     # Dtype of the computation; 'auto' is bfloat16 on accelerators and float32 on CPUs.
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")
@@ -257,11 +258,11 @@ class Model:
     remat_keep: RematPolicy = free("nothing")
     # A loop over layers computes neighbouring layers of one kind, and a loop over blocks updates
     # the states of a recurrent layer. This is the largest number of layers or blocks in one
-    # iteration; 1 compiles quickest. With 0, brt chooses a number for each of the two loops. An
-    # iteration over layers then has all layers. It has one layer instead on TPUs and GPUs if remat
-    # stores nothing, and on CPUs with remat or with more than eight layers. An iteration over
-    # blocks has eight blocks on TPUs and GPUs, eight on CPUs if the states are large, and otherwise
-    # one.
+    # iteration; 1 compiles quickest. With 0, brt chooses a number for each of the two loops. The
+    # loop over layers then has one layer per iteration in two cases: on TPUs and GPUs if remat
+    # stores nothing, and on CPUs with remat or with more than eight layers. In other cases, one
+    # iteration has all layers. The loop over blocks has one block per iteration on CPUs unless the
+    # states are large. In other cases, it has eight blocks per iteration.
     unroll: int = free(0)
     embedding: Embedding = nested(Embedding())
     attention: SelfAttention = nested(SelfAttention())

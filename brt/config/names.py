@@ -23,8 +23,8 @@ _CORE = {section: typing.get_type_hints(Config)[name] for section, name in SECTI
 
 class _Names(NamedTuple):
     sections: Mapping[str, type]
-    fields: dict[str, Any]  # types of fields by the names of their classes (`class_field_types`)
-    settings: dict[str, Any]  # types of settings by their names in .gin files (`field_types`)
+    fields: dict[str, Any]  # type of each field, by CLASS.FIELD (`class_field_types`)
+    settings: dict[str, Any]  # type of each setting, by its name in .gin files (`field_types`)
 
 
 def _names() -> _Names:
@@ -89,8 +89,8 @@ def field_types() -> dict[str, Any]:
 def class_field_types() -> dict[str, Any]:
     """Returns the type of every field by its name in its class: {"Seq2Seq.dropout": float, ...}.
 
-    .gin files set "Pairs.buckets" and "Speech.buckets" by "Data.buckets", the name in
-    `field_types`. Derived fields, which .gin files cannot bind, are included.
+    In .gin files and in `field_types`, "Pairs.buckets" and "Speech.buckets" both have the name
+    "Data.buckets". Derived fields, which .gin files cannot bind, are included.
     """
     return _names().fields
 

@@ -102,8 +102,8 @@ class CrossAttention:
     segment_size: int = fixed(64)
     # The segments of a source are distributed over this number of target tokens.
     q_ref: int = fixed(128)
-    # True computes as the authors' code does. Padding is then divided into segments, and the
-    # recurrence sums it like tokens. In training, the segments are distributed over the padded
+    # True computes as the authors' code does. Padding is then treated like tokens in segments and
+    # in the sums of the recurrence. In training, the segments are distributed over the padded
     # target length of the batch. For BART, the sums of the recurrence, both over the tokens of a
     # segment and over all segments, are clipped to [-2, 2].
     as_authors: bool = fixed(False)
@@ -153,8 +153,8 @@ class CrossAttention:
 class Decoding:
     """Settings of greedy decoding (one beam) or beam search (several beams) of summaries.
 
-    A language model that generates a text by beam search has these settings, too, except `beams`,
-    `max_length` and `min_length`; its `early_stopping` is always `heuristic`.
+    A language model that generates a text by beam search also reads these settings, except `beams`,
+    `max_length` and `min_length`. It always uses the value `heuristic` of `early_stopping`.
 
     Lengths count the start token, as in Hugging Face's `generate`. `early_stopping` determines when
     the search for a document ends after it has `beams` finished texts. With `yes`, the search ends

@@ -1,10 +1,10 @@
 """Settings that the sections of several tasks have in common.
 
-A run has one model and one section of data, and its task decides which (`Seq2Seq` and `Pairs` for
-summarisation). Fields that these sections have in common are one setting: `Model.dropout` is the
-dropout of the model that the run has, and `Data.train` names the training data of its task.
-`Decoding.beams` is the number of beams of every task that searches with beams. The sections declare
-these fields alike, but their defaults may differ.
+A run has one section for the model and one for the data, which its task determines (`Seq2Seq` and
+`Pairs` for summarisation). A field that several of these sections have is one setting:
+`Model.dropout` is the dropout of the model that the run has, and `Data.train` names the training
+data of its task. `Decoding.beams` is the number of beams of every task that searches with beams.
+The sections declare these fields alike, but the defaults in the sections may differ.
 """
 
 from collections.abc import Iterator

@@ -42,12 +42,12 @@ class Training:
     steps: int = free(100_000)  # Training has this number of steps.
     # Training reads the data this number of times, instead of for `steps` steps; 0 uses steps.
     epochs: float = free(0.0)
-    # Training starts from the weights in this directory, which brt.convert wrote or which is a run,
-    # or of this model of the Hugging Face Hub (OWNER/NAME). '' starts from random weights.
+    # Training starts from the weights in this directory, which brt.convert or a run wrote, or from
+    # the weights of this model of the Hugging Face Hub (OWNER/NAME). '' starts from random weights.
     init_from: str = free("", path="read")
-    # The weights replace the settings of the model that have their defaults, except the settings
-    # that are named here. If this is not bound, it names the settings that files and flags bind to
-    # their defaults.
+    # Settings of the model that still have their default values are replaced by those of the
+    # weights, except the settings that are named here. If init_keep is not bound, these exceptions
+    # are the settings that files and flags explicitly bind to their defaults.
     init_keep: tuple[str, ...] = fixed(())
     # Patterns of the paths of parameters that training changes, such as ('*/cell/*', '*norm*'). All
     # other parameters are frozen: they have no gradients and no optimizer state. An empty tuple
@@ -214,8 +214,8 @@ class Evaluation:
     # ROUGE is tokenized and averaged as in Hugging Face's `evaluate` ('hf'), or as in the code of
     # T5 and LongT5 ('t5').
     rouge: Literal["hf", "t5"] = free("hf")
-    # Evaluations before the end of training read only this number of tokens of each document, but
-    # pairs and conversations whole; 0 reads all.
+    # Evaluations before the end of training read only this number of tokens of each document; 0
+    # reads all. Pairs and conversations are always read as a whole.
     tokens_per_document: int = free(0)
 
     def __post_init__(self) -> None:
@@ -257,7 +257,8 @@ class Mesh:
     # that nothing but the sum of the gradients crosses slices. 0 takes the slices that the devices
     # belong to.
     slices: int = free(0)
-    # The dtype in which replicas (`data` alone) add up gradients; 'bfloat16' sends half the bytes.
+    # Replicas (the devices along `data`) add up gradients in this dtype. 'bfloat16' sends half the
+    # bytes, and needs fsdp = 1 and tensor = 1.
     gradient_dtype: Literal["float32", "bfloat16"] = free("float32")
 
     def __post_init__(self) -> None:

@@ -3,7 +3,8 @@
 A template is a program in the language Jinja, which anybody may have written. It runs in Jinja's
 sandbox and in a child process, with limited memory and time. It has the variables and filters that
 `apply_chat_template` of transformers 5 gives to a template. The texts and ids are those that this
-function returns with `sanitize_control_tokens`: names of special tokens in messages are text.
+function returns with `sanitize_control_tokens`: names of special tokens in messages are encoded
+as text.
 """
 
 import datetime
@@ -225,14 +226,14 @@ def _answer(request: bytes) -> bytes:
 
 @functools.lru_cache(4)
 def _compiled(template: str) -> "jinja2.Template":
-    """Compiles a template in the environment of transformers."""
+    """Compiles a template in a Jinja environment like that of the library transformers."""
     import jinja2
     import jinja2.ext
     import jinja2.nodes
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """Accepts {% generation %}, which marks what the assistant says, without any effect."""
+        """Ignores the tags {% generation %}, with which templates mark what the assistant says."""
 
         tags = {"generation"}
 

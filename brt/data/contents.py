@@ -20,8 +20,8 @@ from brt.data.quarantine import BadRecord
 from brt.errors import DataError
 
 CHUNK = 1 << 20  # This number of bytes is read from a file at a time.
-# Only this number of compressed bytes is read from a zstd file at a time, because even these may
-# expand to 32 MiB.
+# Only this number of compressed bytes is read from a zstd file at a time, because even so few
+# bytes may expand to 32 MiB.
 ZSTD_CHUNK = 1 << 10
 
 

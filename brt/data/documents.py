@@ -237,7 +237,7 @@ def _document(record: Record, fields: Fields, errors: str) -> Document:
         )
         pair = Pair(prompt + fields.separator, completion)
         return Document(name, _pieces("".join(pair)), pair)
-    if not isinstance(value, str | bytes):  # A member of an array may itself be a text.
+    if not isinstance(value, str | bytes):  # Otherwise, the whole record is a text.
         value = _field(name, value, fields.text)
     return Document(name, _pieces(_joined(name, value, errors)))
 

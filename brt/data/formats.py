@@ -122,7 +122,7 @@ SIGNATURES = (
                   "fetch the file with `git annex get {file}`"),
 )  # fmt: skip
 _OFFICE = (b"word/", b"xl/", b"ppt/", b"[Content_Types].xml")
-# Names of binary files whose first bytes do not tell their kind.
+# The kind of a binary file with one of these suffixes cannot be told from its first bytes.
 _BY_SUFFIX = {
     ".mds": ("an MDS shard", "read it with the library `streaming`, and write its texts to a "
              ".jsonl file"),

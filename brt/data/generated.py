@@ -49,7 +49,8 @@ def read(
 ) -> Iterator[Any]:
     """Yields the items of sources in order.
 
-    `generate` returns the items of a generated source; `files` those of a list of other sources.
+    `generate` returns the items of one generated source, and `files` returns the items of a list of
+    other sources.
     """
     for is_generated, names in itertools.groupby(sources, lambda name: name.startswith(PREFIX)):
         if is_generated:

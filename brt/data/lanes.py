@@ -97,7 +97,7 @@ class LaneReader(Reader):
     """Reader of documents in lanes; see the module docstring."""
 
     store: TokenStore
-    segment_length: int  # number of tokens that a lane reads in a step, in whole blocks
+    segment_length: int  # number of tokens that a lane reads in a step; a multiple of block_length
     block_length: int  # number of tokens of a block
 
     def __post_init__(self) -> None:
@@ -111,11 +111,11 @@ class LaneReader(Reader):
     def _blocks(
         self, step: int, lanes: Sequence[int] | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the N blocks that a step reads in each of B lanes; None stands for all lanes.
+        """Returns the N blocks that a step reads in each of B `lanes` (None: all lanes).
 
         The blocks are described by three arrays: int [B, N], the index of each block's document, or
-        -1 for padding; int [B, N], the index of each block in its document; and bool [N], True for
-        the first block of the lanes in the epoch.
+        -1 for padding; int [B, N], the index of each block in its document; and bool [N], True if
+        the block is the first one that each lane reads in the epoch.
         """
         epoch, segment = divmod(step, self.steps_per_epoch)
         order, begins = self._layout(epoch)
@@ -166,13 +166,17 @@ class LaneReader(Reader):
     def identity(self) -> dict[str, Any]:
         # Checkpoints have the length of a block under the name "window".
         sizes = {"segment_length": self.segment_length, "window": self.block_length}
-        # Data.score_ends is declared as `free`, so that a resumed run may change this setting, but
-        # the run must keep the end token.
+        # Data.score_ends is declared as `free`, so a resumed run may change this setting, but not
+        # in such a way that documents get or lose the end token.
         ends = None if self.store.end_id < 0 else self.store.end_id
         return {**super().identity, **sizes, "score_ends": ends}
 
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `order`, and the first block of each document in it, int [documents + 1]."""
+        """Returns `order`, and the index of the first block of each document, int [documents + 1].
+
+        An index counts the blocks of all documents in this order. The last entry is the number of
+        all blocks.
+        """
         counts = block_counts(self.store.lengths, self.block_length)
         return order, np.r_[0, np.cumsum(counts[order])]
 
@@ -180,7 +184,7 @@ class LaneReader(Reader):
 class BatchIterator(Iterator[Any]):
     """Iterator over the batches of a reader. A thread builds two batches in advance.
 
-    Its state, which checkpoints contain, is a small JSON object: the next step and
+    The state of the iterator, which checkpoints contain, is a small JSON object: the next step and
     `Reader.identity`.
     """
 
@@ -298,9 +302,9 @@ def _row(documents: list[int], counts: np.ndarray) -> tuple[np.ndarray, np.ndarr
 class StagedReader(LaneReader):
     """Reader of training documents in lanes, for which more and more documents become available.
 
-    Each stage of the curriculum reads the documents of the stage before and further documents, in
-    the order of the token store. At the beginning of a stage, each lane (row of the batch) starts
-    without state, as at the beginning of a run.
+    Each stage of the curriculum reads the first documents of the token store, and more of them than
+    the stage before. At the beginning of a stage, each lane (row of the batch) starts without
+    state, as at the beginning of a run.
     """
 
     # The first step of each stage (ascending from 0), and the number of documents of the stage.

@@ -57,7 +57,10 @@ def count(tokenizer: Tokenizer, text: str) -> int:
 
 
 def loss_message(lost: int, size: int, unknown: int) -> str:
-    """Returns a clause about `lost` of `size` bytes and `unknown` tokens; "" if `lost` is 0."""
+    """Returns a clause which says that `lost` of `size` bytes are lost; "" if `lost` is 0.
+
+    `unknown` is the number of unknown tokens, which the clause names, too.
+    """
     if not lost:
         return ""
     pieces = f" ({unknown:,} unknown tokens)" if unknown else ""

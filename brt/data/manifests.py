@@ -22,7 +22,7 @@ from brt import durable, output, untrusted
 from brt.errors import DataError
 
 # This is the version of the format of prepared data. The hash that names a directory in the cache
-# depends on it.
+# depends on this version.
 FORMAT = 1
 CORPUS = "corpus.json"  # The manifest of a corpus has this name.
 # As long as a process writes to a temporary directory, it locks the file of this name in the
@@ -70,15 +70,16 @@ def write(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def corpus_directory(store: Path) -> Path:
-    """Returns the directory to prepare again if a store is damaged: its corpus, if it has one."""
+    """Returns the directory to prepare again after damage: the corpus of `store`, or `store`."""
     corpus = store.parent
     return corpus if (corpus / CORPUS).is_file() else store
 
 
 @contextlib.contextmanager
 def explaining_damage(directory: Path, what: str) -> Iterator[None]:
-    """Context that converts OSError, ValueError and KeyError to a DataError, which says that the
-    `directory`, called `what`, is damaged.
+    """Context that converts OSError, ValueError and KeyError to a DataError about damage.
+
+    The message says that `directory` is damaged, and calls it `what`, such as "store".
     """
     try:
         yield
@@ -102,23 +103,24 @@ def atomic_directory(
     """Context that yields a temporary directory, and renames it to `directory` at the end.
 
     The temporary directory is deleted instead if an error is raised within the context. Temporary
-    directories that killed processes left at the same place are deleted first.
+    directories that killed processes left at the same place are deleted first, except those that
+    are kept because of their `key`.
 
     `key` is a hash of everything that determines the content. If a process with a key is killed or
     interrupted after a part of the content was committed (see `PARTIAL`), the temporary directory
     stays for `KEPT_DAYS` days. A call with the same directory and key continues with this content.
 
     Args:
-      shared: what happens if another process has created the directory in the meantime: True uses
-        the other directory, and False raises an error.
+      shared: if another process has created `directory` in the meantime, True uses the directory of
+        that process, and False raises an error.
       setting: the setting that names the directory, for error messages; "" if the user named it.
       explained: function from the directory to a context that converts OSErrors to errors with a
         helpful message; None converts them to DataErrors.
 
     Raises:
       DataError: the directory cannot be created.
-      OSError: the storage fails, or denies access that it granted when the context began. If
-        `shared` is False, the directory does not exist then, so the command can be run again.
+      OSError: the storage fails, or denies access that it granted when the context began. After
+        this error, `directory` does not exist if `shared` is False, so the command can be repeated.
     """
     explain_begin = explained or partial(_explained, setting=setting)
     explain_end = explained or partial(
@@ -140,7 +142,7 @@ def atomic_directory(
 
 
 def _rename(content: Path, directory: Path, shared: bool) -> None:
-    """Renames a complete directory; if it is not `shared` and syncing fails, renames it back."""
+    """Renames a complete directory. If `shared` is False and syncing fails, renames it back."""
     try:
         content.rename(directory)  # Renaming replaces an empty directory, but no other one.
     except OSError:
@@ -227,7 +229,7 @@ def _held_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> P
                 if os.path.samestat(os.fstat(held.fileno()), os.stat(place / _HELD)):
                     held.write(key)
                     held.flush()
-                    attempt.pop_all()  # The stack of the caller takes over.
+                    attempt.pop_all()  # From here on, `stack` removes the directory.
                     stack.enter_context(held)
                     stack.push(partial(_leave, place))
                     return place
@@ -244,8 +246,8 @@ def remove_abandoned(directory: Path) -> None:
         with contextlib.suppress(OSError):
             place.rmdir()
     for path in parent.glob(f".*/{_HELD}"):
-        # An error leaves the directory as it is: it is in use, belongs to another user, is a link,
-        # or no longer exists.
+        # Errors are ignored. They mean that the directory is in use, belongs to another user, is a
+        # link, or no longer exists.
         with contextlib.suppress(OSError):
             with durable.open_file(path, "r+b", below=parent) as file:
                 age = time.time() - os.fstat(file.fileno()).st_mtime

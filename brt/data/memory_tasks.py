@@ -17,7 +17,7 @@ evaluation, `answers` derives the correct answers from the text of a document al
     distance  number of bytes between a fact and the answer; for a list such as 32,64,128, the
               documents of the source use the values in turn
     size      number of bytes of filler in a document; facts are in the first size - distance bytes;
-              0 stands for the distance, so that all facts are at the start
+              0 stands for the largest distance, with which all facts are at the start
     facts     number of values or sentences in a document; for counting, the largest number of
               events
     queries   number of facts that are asked for; needle asks for all facts
@@ -55,7 +55,7 @@ _USUAL: dict[str, dict[str, int]] = {
 }
 _SYMBOLS = {"recall": (1, 52), "needle": (1, 52), "tracking": (2, 8), "counting": (2, 10)}
 # A value has at least this number of hexadecimal digits. With three digits there are 4,096 values,
-# of which validation and test get an eighth each, about 512. Fewer digits would give too few.
+# of which validation and test get about 512 each. Fewer digits would give too few values.
 _SHORTEST = 3
 
 
@@ -189,7 +189,7 @@ def documents(source: str, novels: str) -> Iterator[tuple[str, str]]:
     """Yields the name and the text of every document of a source.
 
     The filler is taken from `novels`, the text of the source `Memory.novels`. This text and the
-    name of the source determine every byte.
+    name `source` determine every byte of the documents.
     """
     memory = parse(source)
     novels = _NOT_FILLER.sub("", novels)
@@ -219,7 +219,10 @@ def answers(name: str, text: bytes) -> Iterator[Answer]:
 
 
 def _laid(filler: str, events: Events) -> str:
-    """Inserts each event into the filler at its position, or in a novel before the next space."""
+    """Returns the filler, with the text of each event inserted at the event's position.
+
+    In a novel, the text is inserted before the next space after the position.
+    """
     parts, last = [], 0
     for place, event in sorted(events, key=lambda event: event[0]):
         border = filler.find(" ", place)

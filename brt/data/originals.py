@@ -28,8 +28,8 @@ MAX_BYTES = 128 << 20
 def read(tokenizer: Path) -> dict[str, bytes]:
     """Returns the content of the files beside the file of a tokenizer, by name.
 
-    If the tokenizer belongs to an adapter, the files in `MODEL` are those of the model that the
-    adapter is added to.
+    If the tokenizer belongs to an adapter, the files named in `MODEL` are read from the directory
+    of the model that the adapter is added to.
     """
     stored, found = tokenizer.parent / DIRECTORY, dict[str, bytes]()
     of_brt = stored.is_dir()
@@ -55,9 +55,9 @@ def read(tokenizer: Path) -> dict[str, bytes]:
 def base_of(directory: Path) -> Path | None:
     """Returns the directory of the model that the adapter (PEFT) in `directory` is added to.
 
-    It is the first of these that has a model: `directory`, the directory that adapter_config.json
-    names, the parent of `directory`. Returns None if none of them has a model, or if there is no
-    adapter.
+    It is the first of three directories that has a model: `directory`, the directory that
+    adapter_config.json names, the parent of `directory`. Returns None if none of the three has a
+    model, or if there is no adapter.
     """
     try:
         content = untrusted.read_json(directory / ADAPTER, {})
@@ -77,6 +77,10 @@ def names(directory: Path) -> list[str]:
 
 
 def stored(file: tuple[str, bytes], beside: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns the files in which brt stores a tokenizer, by their paths in a directory."""
+    """Returns the content of the files in which brt stores a tokenizer, by relative path.
+
+    `file` is the name and content of the tokenizer's own file. `beside` maps the names of the files
+    beside it to their content.
+    """
     name, content = file
     return {name: content, **{f"{DIRECTORY}/{other}": data for other, data in beside.items()}}

@@ -104,7 +104,7 @@ def read(
 
 # `before` is the number of the document's characters before `text`, for the error message.
 def without_nul(name: str, text: str, errors: str, before: int = 0, remedy: str = "") -> str:
-    """Returns a text in which every NUL is replaced, or raises BadRecord about a NUL."""
+    """Returns a text. NULs are replaced if `errors` is "replace", and raise BadRecord otherwise."""
     # Files that were not written completely are often filled with NULs.
     if "\0" not in text:
         return text

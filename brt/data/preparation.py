@@ -114,9 +114,10 @@ class Corpus(Generic[Encoder, Opened]):
     def described(self) -> dict[str, dict[str, Any]]:
         """Returns a JSON description of each split, by the name of the split.
 
-        It has the number of rows (the key is the value of `rows`), the size in bytes, a few
-        names of rows, the hash of the content, a phrase that says how the split was held out of the
-        training data ("" if it was not), and the source files ([] without a manifest).
+        A description has the number of rows (under the noun `rows`, such as "pairs"), the size in
+        bytes, the names of a few rows, the hash of the content, a phrase that says how the split
+        was held out of the training data ("" if it was not), and the source files ([] if the
+        directory has no manifest).
         """
         known = (self.directory / MANIFEST).is_file()
         manifest = read_manifest(self.directory) if known else {"sources": {}}
@@ -146,7 +147,7 @@ class Preparation(abc.ABC):
     dataset: type[Corpus]  # `open` returns an instance of this class
     store: type[Any]  # the class of the stores, whose method `open` opens a directory
     kind: str  # the name of the kind of data, a part of the key in the cache
-    encoding = "tokenizer"  # the noun for the object that encodes the data, or "vocabulary"
+    encoding = "tokenizer"  # what encodes the data: "tokenizer" or, in subclasses, "vocabulary"
     tokenizer: Any = None  # the object that encodes the data; None until it was loaded or trained
     endings: tuple[str, ...] = ()  # suffixes of the files that are read from directories
 
@@ -160,7 +161,7 @@ class Preparation(abc.ABC):
         return {split: share for split, share in shares.items() if share}
 
     def open(self, output: Path | str | None = None) -> Any:
-        """Opens all splits as a `dataset`; prepares the data first if necessary.
+        """Opens all splits as an instance of `dataset`; prepares the data first if necessary.
 
         `output` is the directory to write; None writes to the cache. A source that cannot be read,
         or an `output` with other content, raises DataError.
@@ -179,7 +180,7 @@ class Preparation(abc.ABC):
         return self._opened(directory, self.load_prepared(directory / file), manifest["splits"])
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> Any:
-        """Opens a single split as a `dataset`; prepares the split first if necessary.
+        """Opens a single split as an instance of `dataset`; prepares it first if necessary.
 
         `encoder` may be the tokenizer of a trained model. `known` is a directory in which a run has
         prepared this split before. It is used again if the split is held out of Data.train, or if
@@ -308,7 +309,7 @@ class Preparation(abc.ABC):
         return sources.left_out(name, self.endings)
 
     def check_sources(self, hashes: Hashes) -> None:
-        """Raises DataError if two splits share a file; only TensorFlow datasets may do that."""
+        """Raises DataError if two splits share a file, except files of TensorFlow datasets."""
         seen: dict[str, tuple[str, str]] = {}
         for split, file in ((split, file) for split, files in hashes.items() for file in files):
             other, name = seen.setdefault(file.sha256, (split, file.name))
@@ -370,8 +371,8 @@ class RowPreparation(Preparation):
 
     def read(self, split: str) -> Iterator[Any]:
         """Yields the rows of a split, and a BadRow (name and problem) for each unusable row."""
-        # If the split is held out of Data.train, its rows are selected from the training sources.
-        # The rows of "train" are the training rows that are not held out.
+        # A split that shares no sources with another split gets all rows of its sources. The rows
+        # of Data.train are divided among "train" and the splits that are held out of it.
         if not self.shares or split not in ("train", *self.shares):
             return self.rows(split, getattr(self.section, split))
         return (row for row in self._train() if self._split_of(row) == split)
@@ -455,8 +456,8 @@ class TokenizedPreparation(Preparation):
         """Returns the tokenizer that encoded the data.
 
         A tokenizer that brt has trained is in `file`. Any other tokenizer is read from the file
-        that the section names, together with the settings beside this file: models with equal
-        tokenizers share prepared data, but may differ in these settings.
+        that the section names, together with the settings beside this file, because models with
+        equal tokenizers share prepared data, but may differ in these settings.
         """
         return self.load(str(file) if self._size else self.section.tokenizer)
 
@@ -600,7 +601,7 @@ class DocumentPreparation(TokenizedPreparation):
                 _refuse_shared_texts(partial, {other: earlier, split: store})
             written[split] = store
             counts, origin = store.manifest, f" ({held_out[split]})" if split in held_out else ""
-            if not sys.stderr.isatty():  # A terminal shows a progress bar.
+            if not sys.stderr.isatty():  # A terminal shows a progress bar instead.
                 self.say(
                     f"prepared {split}{origin}: {counted(counts['documents'], 'document')}, "
                     f"{counts['bytes']:,} bytes{' of completions' * (store.spans is not None)}, "

@@ -38,8 +38,8 @@ class Quarantine:
     def collect(self, error: BadRecord, file: str, **place: int) -> None:
         """Collects the error of a bad record; raises DataError if the limit is exceeded.
 
-        `place` is the number of the bad line or record, as `line=` or `record=`. An error without a
-        place concerns the whole rest of the file.
+        `place` is the number of the bad line or record, given as `line=` or `record=`. An error
+        without a place concerns the whole rest of the file.
         """
         if not self.limit:
             raise error
@@ -78,7 +78,7 @@ class BadRow(NamedTuple):
 
 
 class Tally:
-    """Counts the rows of a split (`rows`), and those of them that cannot be used (`bad`).
+    """Counts the rows of a split (`rows`), and the rows that cannot be used (`bad`).
 
     `skip` is the setting that error messages recommend to a user who wants to train without the bad
     rows. `progress` is called for each row.
@@ -97,8 +97,8 @@ class Tally:
     def refuse_or_skip(self, items: Iterable[Any], errors: str) -> Iterator[Any]:
         """Counts all items, and yields those that are not of the class BadRow.
 
-        DataError is raised at the end if all rows are bad. If `errors` (Data.errors) is "refuse"
-        and not "skip", it is also raised if any row is bad.
+        DataError is raised at the end if all rows are bad. If `errors` (the setting Data.errors) is
+        "refuse", it is also raised if only some rows are bad.
         """
         for item in items:
             self.rows += 1

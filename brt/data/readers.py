@@ -208,8 +208,8 @@ class RowReader(Reader):
             lengths += [self.lengths[i]] * len(batches[-1])
             waiting = places[full:]
         chosen = np.concatenate(batches)
-        # Batches are sorted by the place of their last row in `order`. Otherwise all batches of
-        # short rows would be read first.
+        # Batches are sorted by the place of their last row in `order`. In the order in which they
+        # were made, all batches of short rows would be read first.
         by_last = np.argsort(chosen.max(axis=1), kind="stable")
         return np.append(order, -1)[chosen[by_last]], np.array(lengths)[by_last]
 

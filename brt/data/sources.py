@@ -60,7 +60,7 @@ def walk(top: Path) -> Walk:
             result.missed.append((place, CLOSED))
             continue
         for path in (place / name for name in names):
-            # Path.is_dir might raise an error, which os.path.isdir never does.
+            # Path.is_dir might raise an error, but os.path.isdir never does.
             if os.path.isdir(path):
                 (links if os.path.islink(path) else places).append(path)
             elif os.path.isfile(path):
@@ -109,7 +109,7 @@ def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
 
 
 def _once(candidates: list[File]) -> list[File]:
-    """Returns the files without repetitions of the same file under other names, such as links."""
+    """Returns the files. Of several names of the same file, such as links, the first one counts."""
     paths = [os.path.realpath(file.path) for file in candidates]
     last_names = dict(zip(reversed(paths), reversed(candidates), strict=True))
     return [file for file, path in zip(candidates, paths, strict=True) if last_names[path] is file]
@@ -117,7 +117,7 @@ def _once(candidates: list[File]) -> list[File]:
 
 def _matches(pattern: str) -> Iterator[str]:
     """Expands a pattern like `glob.glob`, but `**` enters every directory only once."""
-    # Links between directories may form cycles, which would otherwise be followed again and again.
+    # Links between directories may form cycles, which `glob.glob` would follow again and again.
     if os.path.basename(pattern) == "**":
         pattern = f"{pattern}/*"
     head, stars, tail = pattern.partition("**/")
@@ -253,7 +253,7 @@ def _nothing(path: Path, endings: Sequence[str]) -> DataError:
 
 
 def _remedy(path: Path, files: Sequence[Path], any_text: bool) -> str:
-    """Returns a phrase: what a user may do about a directory without files that are read."""
+    """Returns a phrase that says what a user may do if no file of a directory is read."""
     examples = {_unread(file): file for file in files if file.stat().st_size}
     for file in examples.values():
         try:

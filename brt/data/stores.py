@@ -11,11 +11,11 @@ Files are not memory-mapped. If a memory-mapped file is truncated, reading a mis
 process. An ordinary read of a truncated file returns too few bytes, which can be reported as an
 error.
 
-When a store is opened, its files are compared with their hashes. A file that has not changed since
-it was compared is not read again: if the hash of a file is right, a seal (an empty file) is created
-in the cache. The name of the seal is a hash of the file's expected hash, size, times and inode.
-After any change of the file, the seal would have another name, so no seal is found and the file is
-read again.
+When a store is opened, its files are compared with their hashes. If the hash of a file is right, a
+seal (an empty file) is created in the cache. As long as the seal is found, the file is not read
+again. The name of the seal is a hash of the file's expected hash, size, times and inode. After any
+change of the file, the seal would have another name, so no seal is found and the file is read
+again.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class OnDisk:
     """
 
     def __init__(self, path: Path, dtype: np.dtype, size: int, offsets: np.ndarray | None = None):
-        """`offsets` is as in `Ragged` if the values are rows that are read one at a time."""
+        """If the values are rows that are read one at a time, `offsets` is that of `Ragged`."""
         self.dtype, self.size = np.dtype(dtype), size
         self._path, width = path, self.dtype.itemsize
         bounds = None if offsets is None else offsets * width
@@ -104,7 +104,7 @@ class Ragged:
     """Rows of different lengths; row i is values[offsets[i]:offsets[i + 1]]."""
 
     values: np.ndarray | OnDisk  # [elements, ...], the elements of all rows, one after another
-    # int64 [rows + 1], the index of each row's first element, and last the number of elements
+    # int64 [rows + 1]: the index of each row's first element, followed by the number of elements
     offsets: np.ndarray
 
     def __len__(self) -> int:
@@ -141,7 +141,7 @@ class Ragged:
 
 
 def row_offsets(lengths: Sequence[int]) -> np.ndarray:
-    """Returns int64 [rows + 1], the index at which each row begins, and last the sum of lengths."""
+    """Returns int64 [rows + 1]: where each row begins, followed by the sum of all lengths."""
     return np.r_[0, np.cumsum(np.array(lengths, np.int64))].astype(np.int64)
 
 
@@ -178,7 +178,7 @@ SETTLED = 1.0
 def check_hashes(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) -> None:
     """Raises ValueError if a file of a directory has another SHA-256 than `hashes` says.
 
-    With `whole`, all files are read, even files in a bucket, and files that are known to be
+    With `whole`, all files are read, even those in a bucket and those that are known to be
     unchanged.
     """
     for name, expected in hashes.items():
@@ -242,8 +242,8 @@ class Files(NamedTuple):
     def on_disk(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
         """Returns rows of different lengths, whose values a `RaggedWriter` has written to a file.
 
-        A row is read when it is indexed. `offsets` is int64 [rows + 1], the index of each row's
-        first value, and last the number of values. `count` is as in `check`.
+        A row is read when it is indexed. `offsets` is int64 [rows + 1]: the index of each row's
+        first value, followed by the number of values. `count` is as in `check`.
         """
         path = self.directory / file
         last = int(offsets.flat[-1]) if offsets.size else 0

@@ -26,7 +26,7 @@ class Row(NamedTuple):
     # FILE:NUMBER. Lines of JSON and records of CSV are counted from one, including the header of
     # CSV. Rows of Parquet and Arrow and examples of TensorFlow datasets are counted from zero.
     name: str
-    values: Mapping[str, Any]  # by column; a text is str, or bytes that are not decoded yet
+    values: Mapping[str, Any]  # by name of the column; a text is a str, or bytes not yet decoded
     problem: str = ""  # why the row cannot be read, such as "is not JSON"
 
 
@@ -277,7 +277,8 @@ def _arrow(file: File) -> Iterator[Any]:
         with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(opened) as reader:
             count = reader.num_record_batches if is_file else 0
             for batch in map(reader.get_batch, range(count)) if is_file else reader:
-                batch.validate(full=True)  # A forged offset could read other memory.
+                # This refuses forged offsets, which would let pyarrow read memory of other objects.
+                batch.validate(full=True)
                 for start in range(0, len(batch), READ_ROWS):
                     yield batch.slice(start, READ_ROWS)
 
@@ -295,7 +296,8 @@ def _unpacked(file: File) -> Any:
 def _column(column: Any) -> list[Any]:
     """Returns the values of a column as Python objects like those of JSON, but texts as bytes.
 
-    Lists and structs become lists and dicts; other types than texts and numbers become `Unread`.
+    Lists and structs become lists and dicts. A value of another type that is no text and no number
+    becomes `Unread`.
     """
     import pyarrow as pa
     import pyarrow.compute

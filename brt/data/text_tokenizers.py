@@ -45,7 +45,7 @@ class TextTokenizer:
     encode_texts: Callable[[list[str]], list[Encoding]] = dataclasses.field(repr=False)
     # Returns the text of ids that contain no special id.
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
-    # The content of the files beside `file`, by name, which are kept with it.
+    # The content, by name, of the files that brt keeps beside `file`.
     beside: Mapping[str, bytes] = dataclasses.field(repr=False, default_factory=dict)
 
     def encode(self, texts: Sequence[str]) -> list[Encoding]:
@@ -164,10 +164,11 @@ def _with_special(
     special: Sequence[int | None] = (None, None, None),
     beside: Mapping[str, bytes] | None = None,
 ) -> TextTokenizer:
-    """Returns the tokenizer of a file with this content, with RoBERTa's template.
+    """Returns the tokenizer of a file with this `content` and `size` ids, with RoBERTa's template.
 
-    `special` has three ids: before a text, after a text, and of padding. If an id is None, a new id
-    is added after the ids of the file. If `beside` is None, the files beside `path` are read.
+    `special` has the id before a text, the id after a text, and the id of padding. If one is None,
+    a new id is added after the ids of the file. If `beside` is None, the files beside `path` are
+    read.
     """
     known: list[int] = []
     for id in special:

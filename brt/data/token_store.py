@@ -3,9 +3,11 @@
 A store is a directory:
 
     tokens.bin      the tokens of all documents; little-endian uint8, uint16 or uint32
-    rows.npz        offsets int64 [documents + 1]; bytes, characters, words, lost: int64
-                    [documents]; names, a JSON list in UTF-8; for pairs and conversations also
-                    spans, int64 [spans, 3]: document, start and stop of the scored tokens
+    rows.npz        offsets, int64 [documents + 1]
+                    bytes, characters, words, lost: int64 [documents]
+                    names, a JSON list in UTF-8
+                    spans (for pairs and conversations), int64 [spans, 3]: document, start and stop
+                    of the scored tokens
     manifest.json   counts, settings and hashes; written last
 
 Documents are encoded chunk by chunk. The chunks of several documents are encoded together, so that
@@ -76,7 +78,8 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chun
         for batch in _batches(documents, tokenizer):
             texts = [chunk.text for chunk in batch]
             running.append((batch, pool.submit(tokenizer.encode_chunks, texts)))
-            # The last batch is empty, so that all others are yielded.
+            # A batch is yielded when the next one has been submitted. The last batch is empty, so
+            # all batches with chunks are yielded.
             if len(running) > 1:
                 chunks, future = running.popleft()
                 for chunk, ids in zip(chunks, future.result(), strict=True):
@@ -106,7 +109,10 @@ def _batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[li
 
 
 def _chunks(document: Document, tokenizer: Tokenizer) -> Iterator[Chunk]:
-    """Yields the chunks of a document (`name` is None); special tokens are chunks without text."""
+    """Yields the chunks of a document, with None as their `name`.
+
+    Special tokens are chunks without text.
+    """
     if document.parts is None:
         yield from (Chunk(None, text) for text in tokenizer.cut(document.chunks) if text)
         return
@@ -129,14 +135,14 @@ def _chunks(document: Document, tokenizer: Tokenizer) -> Iterator[Chunk]:
 class Counter:
     """Counts and hashes a document while its chunks are written.
 
-    It counts all tokens, but UTF-8 bytes, code points, words (as by `str.split`) and lost bytes
-    only in the text that is scored.
+    Tokens are counted in the whole document. UTF-8 bytes, code points, words (as `str.split` finds
+    them) and lost bytes are counted only in the text that is scored.
     """
 
     def __init__(self, name: str, tokenizer: Tokenizer):
         self.name = name
         self.tokens = self.bytes = self.characters = self.words = 0
-        # If the previous chunk ended inside of a word, the rest of the word must not count again.
+        # True if the previous chunk ended inside of a word, whose rest must not count again.
         self._in_word = False
         self._counter, self._digest = lost_bytes.LostBytes(tokenizer), hashlib.sha256()
         self._spans: list[list[int]] = []
@@ -206,7 +212,7 @@ class Commit(NamedTuple):
     documents: int = 0
     bytes: int = 0
     unknown: int = 0
-    sizes: Mapping[str, int] = {}  # of each file in bytes, by its name
+    sizes: Mapping[str, int] = {}  # maps the name of each file to its size in bytes
 
 
 def committed(directory: Path) -> Commit | None:
@@ -344,7 +350,7 @@ class TokenStore(stores.Store):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each document, including an end token, int64 [documents]."""
+        """Number of tokens of each document, with the end token if any, int64 [documents]."""
         return np.diff(self.offsets) + (self._have_ends if self.end_id >= 0 else 0)
 
     @functools.cached_property
@@ -477,7 +483,7 @@ def _write_documents(
 
 
 def _checked_spans(spans: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Returns spans; raises ValueError unless they ascend inside of the documents."""
+    """Returns spans; raises ValueError unless they ascend, and lie inside of the documents."""
     well_formed = spans.dtype == np.int64 and spans.ndim == 2 and spans.shape[1] == 3
     document, start, stop = spans.T if well_formed else np.zeros((3, 0), np.int64)
     inside = (document >= 0) & (document < len(offsets) - 1) & (start >= 0) & (start < stop)

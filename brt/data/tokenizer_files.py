@@ -180,7 +180,7 @@ def _try_json(content: bytes) -> None:
     tokenizer = _plain(content)
     pieces = tokenizer.get_vocab()
     _check_growth("piece", max(map(_length, pieces), default=0), LONGEST)
-    # The checks read the rules from the library, which may understand the file in its own way.
+    # The rules are read from the library, not from the file, which it may understand differently.
     _check_growth("normalizer", _growth(tokenizer.normalizer), GROWTH)
     _check_growth("decoder", _growth(tokenizer.decoder), GROWTH)
     for text in TRIED:
@@ -206,7 +206,8 @@ def _factor(rule: dict[str, Any]) -> float:
         case "Prepend":
             return 1 + _length(rule["prepend"])
         case "Replace":
-            # A regular expression may match at every character, without removing it.
+            # A pattern that is no "String" is a regular expression. It may match before every
+            # character without removing the character.
             replaced, new = rule["pattern"].get("String"), _length(rule["content"])
             return max(1, new / max(1, _length(replaced))) if replaced else 1 + new
         case "Precompiled":

@@ -99,7 +99,7 @@ def _sample(
 ) -> tuple[list[bytes], Coverage]:
     """Returns random pieces of together at most `max_bytes` bytes, and the sample's coverage.
 
-    All pieces have the same probability, and are read once.
+    The pieces are read once. Each has the same probability of being in the sample.
     """
     sample: list[tuple[float, bytes]] = []
     seen = total = 0

@@ -112,7 +112,8 @@ class Tokenizer(abc.ABC):
     def cut(self, parts: Iterable[str]) -> Iterator[str]:
         """Divides a text, which is read in `parts` of any length, into chunks for `encode_chunks`.
 
-        No token crosses the end of a chunk, so the ids may differ from those of the whole text.
+        No token crosses the end of a chunk, so the ids may differ from those that the whole text
+        would get if it were encoded at once.
         """
         return cut(parts, CHUNK, self._chunk_end)
 
@@ -152,7 +153,7 @@ class Tokenizer(abc.ABC):
         """Sets `bos_id`, `notes` and `fingerprint`, and returns `bos_id`.
 
         `said` is what files say of special tokens. If they name no BOS, `bos_id` is `default`; -1
-        stands for no BOS. `added` are tokens that only these files name.
+        stands for no BOS. `added` are the tokens that the tokenizer's own file lacks.
         """
         self.bos_id, self.notes = special_tokens.beginning(said, self._id_of, default)
         identity = special_tokens.identity(self.file[1], self.bos_id, default, added)
@@ -160,7 +161,10 @@ class Tokenizer(abc.ABC):
         return self.bos_id
 
     def _id_of(self, token: int | str) -> int | None:
-        """Returns a piece's id, or `token` if it is a special token's id; otherwise None."""
+        """Returns the id of the piece `token`, or `token` itself if it is a special token's id.
+
+        Returns None if the tokenizer has no such piece or special token.
+        """
         raise NotImplementedError
 
 
@@ -337,9 +341,9 @@ NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}
 class ByteLevelTokenizer(Tokenizer):
     """A byte-level BPE tokenizer, which adds no special ids to a text; see `Tokenizer`.
 
-    If the last id of the file is the mask token, `vocab_size` does not include this id: no text is
-    encoded with the id, and a masked language model uses it to mask tokens. A tokenizer.json that
-    is damaged, has no piece for BOS, or does not keep every byte of a text raises DataError.
+    If the last id of the file is the mask token, `vocab_size` does not include this id, because no
+    text is encoded with it. A masked language model uses the id to mask tokens. A tokenizer.json
+    that is damaged, has no piece for BOS, or does not keep every byte of a text raises DataError.
     """
 
     _chunk_end = staticmethod(end_of_word)
@@ -472,7 +476,10 @@ def _loses(path: Path | str, why: str = "") -> DataError:
 
 
 def _bytes_of(path: Path | str, piece: str, added: Any) -> bytes:
-    """Returns the bytes of the token `added` or, without one, of a piece in GPT-2's notation."""
+    """Returns the bytes of the added token `added`, or, if it is None, the bytes of `piece`.
+
+    `piece` is in GPT-2's notation.
+    """
     if added:
         return b"" if added.special else added.content.encode()
     try:

@@ -31,7 +31,7 @@ AXES = ("data", "fsdp", "tensor", "sequence")
 
 
 def shape_of(mesh: MeshSettings, devices: int) -> dict[str, int]:
-    """Returns the number of devices along each axis of the mesh, by the axis's name.
+    """Returns a dictionary from each axis of the mesh to the number of devices along the axis.
 
     An axis whose setting is -1 gets all devices that remain after the other axes.
     """
@@ -61,9 +61,10 @@ def nearest(wanted: int, number: int) -> int:
 def build(
     mesh: MeshSettings, needs: DivisibleSizes, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """Returns the mesh that the settings describe, made of the first of `devices` (None: all).
+    """Returns the mesh that the settings describe; it consists of the first ones of `devices`.
 
-    ConfigError is raised if the numbers of devices do not divide the sizes in `needs`.
+    If `devices` is None, it consists of the first ones of all devices. ConfigError is raised if the
+    numbers of devices do not divide the sizes in `needs`.
     """
     devices = jax.devices() if devices is None else devices
     shape = shape_of(mesh, len(devices))
@@ -87,8 +88,8 @@ def _slices(
 ) -> list[list[jax.Device]]:
     """Returns the devices of each slice; there must be `count` slices (0: any number of slices).
 
-    Devices that do not name their slice, such as CPUs, are divided in their order into `count`
-    slices.
+    Devices that do not name their slice, such as CPUs, are divided into `count` slices of adjacent
+    devices.
     """
     by_slice: dict[int, list[jax.Device]] = {}
     for device in devices:
@@ -122,9 +123,9 @@ def slice_of(device: Any) -> int:
 
 
 def described(mesh: jax.sharding.Mesh) -> dict[str, int]:
-    """Returns the sizes of a mesh, which checkpoints store.
+    """Returns the number of devices along each axis of a mesh, and the number of slices.
 
-    If a run resumes with other sizes, it rounds differently.
+    Checkpoints store these numbers. If a run resumes with other ones, it rounds differently.
     """
     return {**mesh.shape, "slices": len({slice_of(device) for device in mesh.devices.flat})}
 
@@ -135,7 +136,7 @@ def format_mesh(mesh: Mapping[str, int]) -> str:
 
 
 def describe_indivisible_size(shape: Mapping[str, int], needs: DivisibleSizes) -> str | None:
-    """Returns an error message about a size in `needs` that devices cannot share, or None.
+    """Returns an error message about a size in `needs` that devices cannot share equally, or None.
 
     `shape` maps each axis of the mesh to the number of devices along the axis.
     """
@@ -196,7 +197,7 @@ def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def local_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
-    """Returns the indices of the rows, out of `lanes`, that are on the devices of this process."""
+    """Returns which of the `lanes` rows of the batch are on the devices of this process."""
     cuts = by_lane(mesh).addressable_devices_indices_map((lanes,)).values()
     return tuple(sorted({lane for cut in cuts if cut for lane in range(lanes)[cut[0]]}))
 
@@ -204,9 +205,9 @@ def local_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
 def global_array(
     mesh: jax.sharding.Mesh, x: np.ndarray, lane_indices: Sequence[int], lanes: int
 ) -> Array:
-    """Returns the global array of all rows, to which every process contributes its own rows, x.
+    """Returns the global array of `lanes` rows; every process passes the rows x that it has.
 
-    `lane_indices` are the indices of the rows of x in the global array, which has `lanes` rows.
+    `lane_indices` are the indices that the rows of x have in the global array.
     """
     row = {lane: place for place, lane in enumerate(lane_indices)}
 

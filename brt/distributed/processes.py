@@ -111,7 +111,7 @@ class Heartbeat:
 
 
 def _entries(client: Any, place: str) -> dict[int, str]:
-    """Returns the texts that processes have published below the key `place`, by their indices."""
+    """Returns the texts published below the key `place`, with indices of processes as keys."""
     entries = client.key_value_dir_get(place)
     return {int(key.rpartition("/")[2]): value for key, value in entries}
 
@@ -274,8 +274,8 @@ def service() -> Any:
 
 
 heartbeat: Heartbeat | None = None  # None for a single process
-_rounds: dict[str, int] = {}  # number of calls of `gather` so far, by name
-_hosts: list[str] = []  # the host of each process, by index
+_rounds: dict[str, int] = {}  # maps each name to the number of calls of `gather` with this name
+_hosts: list[str] = []  # the host of each process, in the order of the processes' indices
 
 
 def peer(index: int) -> str:
@@ -285,7 +285,7 @@ def peer(index: int) -> str:
 
 
 def gather(name: str, text: str) -> list[str]:
-    """Returns the texts that all processes pass under a name, in the order of their indices.
+    """Returns the texts that all processes pass under a name, ordered by the index of the process.
 
     The call waits until all processes have called the function with this name. PeerError is raised
     if a process has stopped, or does not call the function within PATIENCE_SECONDS.
@@ -340,8 +340,8 @@ def from_first(value: Any, name: str = "decision") -> Any:
 def check_same(facts: Mapping[str, str]) -> None:
     """Raises ConfigError on all processes if they have different values under a name in `facts`.
 
-    The names, such as "config" or "versions", are part of the message, with the first line in which
-    the values differ.
+    The message has the name, such as "config" or "versions", and the first line in which the values
+    differ.
     """
     first, *others = (json.loads(text) for text in gather("facts", json.dumps(dict(facts))))
     for index, other in enumerate(others, start=1):
@@ -389,7 +389,8 @@ def check_shared(directory: Any) -> None:
 def _leave() -> None:
     """Disconnects this process. Process 0 only waits until the others have disconnected.
 
-    The key-value service, which the others need for this, ends with process 0.
+    It waits because the others need the key-value service to disconnect, and the service ends with
+    process 0.
     """
 
     def wait_for_others() -> None:  # It may never return if a process hangs.

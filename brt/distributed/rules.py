@@ -77,7 +77,7 @@ def _cut(name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
 
 
 def check_names(names: Names, shown: str) -> None:
-    """Raises ConfigError if RULES lacks a name; the message says that `shown` has the axis."""
+    """Raises ConfigError if RULES lacks one of `names`; `shown` names the array in the message."""
     for name in names:
         if name is not None and name not in RULES:
             raise ConfigError(
@@ -100,10 +100,10 @@ def is_matrix(names: Names) -> bool:
 
 
 def _devices(axis: str, mesh: Mesh) -> int:
-    """Returns the number of devices along a mesh axis over which XLA partitions the traced code.
+    """Returns over how many devices along a mesh axis XLA partitions the traced code.
 
-    The result is 1 if the code sees only the rows of one index of the axis: for the manual axes of
-    a `shard_map`, and for the axis REPLICAS inside of a group (`in_group`).
+    The result is 1 if the code sees only the rows at one index of the axis. This is so for the
+    manual axes of a `shard_map`, and for the axis REPLICAS inside of a group (`in_group`).
     """
     inside = axis in getattr(mesh, "manual_axes", ()) or (axis == REPLICAS and in_group())
     return 1 if inside else mesh.shape[axis]
@@ -151,16 +151,18 @@ def is_sharded(name: str) -> bool:
 def can_merge_axes(axes: int) -> bool:
     """Returns True if merging an array's first `axes` axes surely moves no data between devices.
 
-    The first of these axes is the rows of the batch; the names of the others are not known. No data
-    are moved if the code is not partitioned. The same holds if at most two axes are merged, and the
-    mesh shards no axis called "tokens", "embed" or "heads".
+    The first of these axes is the rows of the batch; the names of the others are not known. There
+    are two cases in which no data are moved:
+
+    - The code is not partitioned.
+    - At most two axes are merged, and the mesh shards no axis called "tokens", "embed" or "heads".
     """
     only_lanes = not any(map(is_sharded, ("tokens", "embed", "heads")))
     return not partitioned() or (axes <= 2 and only_lanes)
 
 
 def in_replica() -> bool:
-    """Returns True inside a `shard_map` over replicas, where code sees rows of one replica."""
+    """Returns True inside a `shard_map` over replicas, where code sees the rows of one replica."""
     return REPLICAS in jax.sharding.get_abstract_mesh().manual_axes
 
 
@@ -196,12 +198,13 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def gathered(x: Array, dtype: jnp.dtype, names: Names) -> Array:
-    """Returns a parameter for a matrix product, gathered along axes called "embed"."""
-    # Without this constraint, XLA may multiply with the shards of a parameter one after the other,
-    # and move, add up and copy the partial products, which takes longer than one product. The
-    # parameter is rounded to the dtype of the product, as the product would do, then gathered, and
-    # returned in its own dtype. The gradient is not rounded. It is constrained, too, because XLA
-    # would otherwise compute it shard by shard; as a whole, it is summed over devices at once.
+    """Returns a parameter for a matrix product in `dtype`, gathered along axes called "embed"."""
+    # A sharding constraint (`_whole`) makes XLA gather the parameter. Otherwise XLA may multiply
+    # with the shards of the parameter one after the other, and move, add up and copy the partial
+    # products, which takes longer than one product. The parameter is rounded to `dtype`, as the
+    # product would do, then gathered, and returned in its own dtype. The gradient is not rounded.
+    # It gets the same constraint, so that XLA computes the whole gradient in one product and sums
+    # it over the devices once, instead of computing and summing it shard by shard.
     return _gathered(x, dtype, names) if is_sharded("embed") else x
 
 

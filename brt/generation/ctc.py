@@ -69,7 +69,7 @@ def _step(beam: _Beam, frame: Float[np.ndarray, " C"], beams: int) -> _Beam:
     repeats = np.flatnonzero(last >= 0)
     longer[repeats, last[repeats]] = beam.blank[repeats] + frame[last[repeats]]
     index = {prefix: i for i, prefix in enumerate(prefixes)}
-    # If an extension equals another prefix of the beam, its probability is added to that prefix.
+    # If an extension equals another prefix of the beam, their probabilities are added.
     for i, prefix in enumerate(prefixes):
         if prefix and (shorter := index.get(prefix[:-1])) is not None:
             stays[i] = np.logaddexp(stays[i], longer[shorter, prefix[-1]])

@@ -49,14 +49,14 @@ class Memory(NamedTuple):
     state: StackState
     # What layers remember of the tokens in the open block, such as keys and values.
     block: StackBlock
-    position: Int[Array, " B"]  # number of tokens in the open block, less than its length
+    position: Int[Array, " B"]  # number of tokens in the open block: below the length of a block
     logits: Float[Array, "B V"]  # of the next token
-    # Number of tokens read and written including BOS; folded into random keys, so that each token
-    # has a random number of its own.
+    # Number of tokens that were read and written, including BOS. It is folded into random keys, so
+    # that each token has a random number of its own.
     count: Int[Array, " B"]  # type: ignore[assignment]  # hides a method of tuple
     ended: Bool[Array, " B"]  # True for texts that end with a generated token of Model.end_ids
-    # If a text ends within a UTF-8 character, the first bytes of this character, and zeros after
-    # them. The next tokens have the rest of the character.
+    # The first bytes of the UTF-8 character within which a text ends, followed by zeros. The next
+    # tokens have the rest of the character. If a text ends with a whole character, all are zero.
     unfinished: UInt8[Array, "B 3"]
 
     def unfinished_bytes(self) -> list[bytes]:
@@ -132,7 +132,7 @@ def save(memory: Memory, path: Path, identity: Mapping[str, object]) -> None:
 def load(path: Path, old: Memory, block_length: int, identity: Mapping[str, object]) -> Memory:
     """Returns the memory in a file that `save` wrote, with the shapes and dtypes of `old`.
 
-    A file that is missing or damaged, or whose `identity` differs, raises DataError.
+    DataError is raised if the file is missing or damaged, or was saved with another `identity`.
     """
     leaves, structure = jax.tree.flatten(_as_in_file(old))
     try:
@@ -243,7 +243,7 @@ def end_lane(
     decoder: Decoder, variables: Variables, memory: Memory, lane: Int[Array, ""]
 ) -> Memory:
     """Returns the memory after the full block of one lane has ended. Both `memory` and the result
-    have what `prepare` adds.
+    have the arrays that `prepare` adds.
     """
     own = map_lanes(partial(jax.lax.dynamic_slice_in_dim, start_index=lane, slice_size=1), memory)
     own = prepare(decoder, variables, end_block(decoder, variables, unprepared(own)))
@@ -254,8 +254,8 @@ def end_lane(
 
 
 def prepare(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
-    """Returns the memory with the open block also in the form that decode steps read."""
-    # `read_and_write` needs this form of the keys and values, and keeps it up to date.
+    """Returns the memory, with a copy of the open block in the form that decode steps read."""
+    # `read_and_write` needs this copy of the keys and values, and keeps it up to date.
     block = _call(decoder, variables, "prepare_block", memory.block, memory.position)
     return memory._replace(block=block)
 
@@ -306,7 +306,7 @@ def read_and_write(
     """
     end_ids, keys = decoder.model.end_ids, jnp.broadcast_to(key, memory.count.shape)
 
-    # `so_far` is the number of tokens read or sampled, the memory after them, and all tokens.
+    # `so_far` is a tuple: the number of columns done, the memory after them, and all tokens.
     def is_unfinished(so_far: tuple) -> Bool[Array, ""]:
         i, memory, _ = so_far
         return (i < count) & ~memory.ended.all() if end_ids else i < count

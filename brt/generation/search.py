@@ -94,14 +94,14 @@ def repeating(
     if size > total:
         return jnp.zeros((batch, beams, vocabulary), bool)
     windows = total - size + 1
-    # The last `size - 1` tokens are compared with the beginnings of all n-grams that end at or
+    # The newest `size - 1` tokens are compared with the beginnings of all n-grams that end at or
     # before the newest token. The n-gram that the next token would complete ends later, so it is
     # not compared with itself.
     same = jnp.broadcast_to(jnp.arange(windows) + size <= length, (batch, beams, windows))
     for i in range(size - 1):
         last = jax.lax.dynamic_index_in_dim(sequences, length - size + 1 + i, axis=-1)
         same &= sequences[..., i : i + windows] == last
-    # Each n-gram that begins with the last `size - 1` tokens bans its last token. For other
+    # An n-gram that begins with the newest `size - 1` tokens bans the token at its end. For other
     # n-grams, `ends` has an id beyond the vocabulary, which the scatter below ignores.
     ends = jnp.where(same, sequences[..., size - 1 :], vocabulary)
     rows, columns = jnp.arange(batch)[:, None, None], jnp.arange(beams)[None, :, None]
@@ -188,7 +188,7 @@ def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B
     The logits are first shifted so that the largest is 0, and divided by the temperature. Without
     the shift, likely tokens could overflow float32 at low temperatures. Then only the `top_k` most
     likely tokens remain. Of these, only the most likely ones whose probabilities sum to `top_p`
-    remain. Tokens that are exactly as likely as the last remaining token remain, too.
+    remain. Tokens that are exactly as likely as the least likely of these remain, too.
     """
     inverse = min(1 / sampling.temperature, float(jnp.finfo(jnp.float32).max))
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) * inverse

@@ -34,7 +34,7 @@ from brt.ops.compiler_options import of_inference
 from brt.ops.dense import SeparateKernels
 from brt.types import Variables
 
-# If a model has no end token, the search gets this as the id of the end token. No token has it.
+# The search gets this number as the end token of a model that has none. No token has this id.
 _NEVER = -1
 
 
@@ -42,8 +42,8 @@ class _Beams(NamedTuple):
     """The decoding state of a beam search; `memory` has a lane for each beam of each text."""
 
     memory: Memory
-    # False before the first step, which reads no token: the logits of the first token are already
-    # in the memory.
+    # False before the first step. This step reads no token, because the logits of the first token
+    # are already in the memory.
     begun: Bool[Array, ""]
 
 
@@ -103,13 +103,13 @@ def _chosen(lanes: Bool[Array, " B"], new: Array, old: Array, axis: int) -> Arra
 # the inner keys are names of parameters.
 Kernels: TypeAlias = dict[str, dict[str, SeparateKernels]]
 
-# The names of the kernels of a layer that only products read (`brt.layers.basic.product_kernel`).
-# Products with kernels of _FROM_WIDTH sum over the first axis of the kernel, and products with
-# kernels of _TO_WIDTH sum over all axes of the kernel but the last.
+# The names of the kernels of a layer that are used for nothing but matrix products (see
+# `brt.layers.basic.product_kernel`). Products with kernels of _FROM_WIDTH sum over the first axis
+# of the kernel. Products with kernels of _TO_WIDTH sum over all axes of the kernel but the last.
 _FROM_WIDTH = frozenset({"queries", "keys", "values", "cross_queries", "mlp_in", "mlp_gate"})
 _TO_WIDTH = frozenset({"output", "mlp_out"})
-# A run of layers with fewer bytes of kernels keeps its stacks, because such small stacks stay in
-# the processor's caches from token to token, and because separate kernels take longer to compile.
+# A run of layers whose kernels have fewer bytes than this keeps its stacks. Small stacks stay in
+# the processor's caches from token to token, and separate kernels take longer to compile.
 _SMALLEST = 1 << 25
 # Separate kernels are transposed copies only under two conditions. There must be at least
 # _FEWEST_TEXTS texts, because products of fewer texts gain little. The copies must have at most
@@ -187,8 +187,8 @@ class Session:
         transposed copies of large kernels, unless these copies exceed 1 GiB.
       known_ids: number of ids that the tokenizer knows; other ids are never generated. 0 stands for
         the complete vocabulary of the model.
-      decode_bytes: function that returns the bytes of the text of ids. The session uses it to keep
-        the bytes of unfinished characters; with None, it does not keep them.
+      decode_bytes: function from ids to the UTF-8 bytes of their text. The session uses it to keep
+        the bytes of unfinished characters. If it is None, these bytes are not kept.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class Session:
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
-        # While tokens are read or written one by one, `_memory` also has what `prepare` adds.
+        # While single tokens are read or written, `_memory` also has arrays that `prepare` adds.
         self._memory, self._is_prepared = memory, False
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
@@ -332,9 +332,9 @@ class Session:
         The random number of a token depends only on `key` and on the token's position in the text,
         so two calls for 10 tokens with the same key generate the same text as one call for 20
         tokens. All lanes draw with the same key, unless `key` is an array of keys, one for each
-        lane. A text ends early after a token of Model.end_ids, and later calls do not continue it
-        before `read` does. While texts of other lanes go on, `NO_TOKEN` stands after the end of
-        such a text.
+        lane. A text ends early after a token of Model.end_ids, and later calls of `write` do not
+        continue it until `read` has been called. While texts of other lanes go on, `NO_TOKEN`
+        stands after the end of such a text.
         """
         if self._is_new:
             self.read([])
@@ -353,9 +353,10 @@ class Session:
     ) -> Iterator[list[Int[np.ndarray, " _"]]]:  # fmt: skip
         """Continues texts, each in a lane of its own, and yields the new tokens of each in pieces.
 
-        A text is a memory of one lane and tokens that follow it, which are read first. There may be
-        fewer texts than lanes. Tokens are sampled as by `write`, and each text gets the random
-        numbers that it would get alone. The caller may end texts between pieces (`end`).
+        A text is given as a memory of one lane and the tokens that follow this memory. These tokens
+        are read first. There may be fewer texts than lanes. Tokens are sampled as by `write`, and
+        each text gets the random numbers that it would get alone. Between pieces, the caller may
+        call `end` to end texts.
         """
         empty = [(texts[-1][0], np.zeros(0, np.int32))] * (self._lanes - len(texts))
         joined, prompts = zip(*texts, *empty, strict=True)
@@ -392,8 +393,8 @@ class Session:
         return bool(np.asarray(self._memory.ended).all())
 
     def _keep_unfinished(self, tokens: Int[np.ndarray, "B T"]) -> None:
-        """Updates the bytes of unfinished characters after `tokens`, the next ones of each lane."""
-        # Bytes at the end of a text that has ended are not kept, as no token completes them.
+        """Updates the bytes of unfinished characters. `tokens` are the next tokens of each lane."""
+        # Bytes at the end of a text that has ended are not kept, because no token completes them.
         if self._decode_bytes is None:
             return
         kept = np.zeros((self._memory_lanes, 3), np.uint8)
@@ -426,7 +427,7 @@ class Session:
         return np.asarray(read)[:, : int(length)]
 
     def _end_full_blocks(self) -> None:
-        """Ends the open blocks that are full. Unless all are full, the memory must be prepared."""
+        """Ends the open blocks that are full. If only some are full, `_memory` must be prepared."""
         full = np.asarray(self._memory.position) == self._config.model.block_length
         if full.all():
             self.memory = self._end_block(self._variables, self.memory)
@@ -471,7 +472,10 @@ class Session:
         self.memory = jax.tree.map(jnp.array, memory)
 
     def save(self, path: Path, identity: Mapping[str, object]) -> None:
-        """Writes the memory to a file, with a description of the model that `load` compares."""
+        """Writes the memory to a file, with `identity`, which describes the model.
+
+        `load` refuses a file whose description is not that of its own model.
+        """
         self._spread()
         memories.save(self.memory, path, identity)
 

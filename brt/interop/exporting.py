@@ -54,13 +54,14 @@ class ExportSource(NamedTuple):
     Attributes:
       path: the directory of the run, for messages.
       tokenizer: a function that opens the tokenizer of the run, for formats that include one.
-      plain: True exports a language model as a class of the library transformers, even if this
-        class attends to the whole context where the model has a window. False exports such a model
-        together with PyTorch code that has the window. Models of other tasks are always exported as
-        classes of transformers.
+      plain: True exports a language model as a class of the library transformers, even if the
+        class attends to the whole context and the model only to a window. False exports such a
+        model together with PyTorch code that has the window. Models of other tasks are always
+        exported as classes of transformers.
       adapters: the factors of low-rank adapters (`brt.training.trainable`) by the names of their
-        kernels, and other trained parameters. They are exported alone in PEFT's format. With {},
-        the whole model is exported: `params`, in which adapters are added to their kernels.
+        kernels, and other trained parameters. If there are any, only `adapters` is exported, in
+        PEFT's format. If `adapters` is {}, the whole model is exported, that is, `params`, in which
+        the adapters have been added to their kernels.
     """
 
     path: Path
@@ -72,7 +73,7 @@ class ExportSource(NamedTuple):
 
 
 def no_export_format(source: Path) -> CheckpointError:
-    """Returns the error for the run in the directory `source`, whose model no other library has."""
+    """Returns the error for a run, in `source`, of a model that no other library has."""
     return CheckpointError(
         f"{source} is the run of another model; only language models, summarisers and encoders "
         "can be exported to Hugging Face's format"

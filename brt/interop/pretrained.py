@@ -1,7 +1,8 @@
 """Reads encoder-decoders and encoders in Hugging Face's format: T5, LongT5, BART and RoBERTa.
 
-Training can start from such a directory. `python -m brt.convert --to=brt` writes such a directory
-again with float32 weights, checks the written model, and can extend its learned positions.
+Training can start from a directory in this format. `python -m brt.convert --to=brt` reads such a
+directory, writes it again with float32 weights, checks the written model, and can extend the
+learned positions of the model.
 """
 
 import math
@@ -52,7 +53,7 @@ class Imported(NamedTuple):
 
 
 def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], Imported]:
-    """Returns the model in a directory, the arrays of its checkpoint by Hugging Face's names, and
+    """Returns the model in a directory, the arrays of the checkpoint by Hugging Face's names, and
     the result of `import_arrays` for these arrays.
     """
     described, arrays = _described(directory)
@@ -86,8 +87,8 @@ def _described(directory: Path) -> tuple[Described, dict[str, np.ndarray]]:
 def load(directory: Path, cross: CrossAttention | None = None) -> dict[str, Any]:
     """Returns the parameters of the model in a directory.
 
-    If the model is an encoder-decoder, `cross` replaces its settings of cross-attention, unless it
-    is None. Parameters that `cross` needs but the directory lacks are then initialised.
+    If `cross` is given and the model is an encoder-decoder, `cross` replaces the model's settings
+    of cross-attention. Parameters that `cross` needs but the directory lacks are initialised.
     """
     params, described = read(directory)[0]
     if cross is None or not isinstance(described, EncoderDecoder):

@@ -1,7 +1,7 @@
 """The token side of a layer: the attention of tokens to windows and recurrent states, and the MLP.
 
-`brt.layers.state` explains open blocks and the letters of shapes; S is the number of recurrent
-states or sinks.
+`brt.layers.state` explains open blocks and the letters of shapes. S is the number of recurrent
+states or the number of sinks.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,7 +66,8 @@ from brt.ops.window_attention import ReadyRing, ready_ring, ring_attention, ring
 
 # The type of a function that adds attention to keys beyond the window. Its arguments are the scaled
 # queries [B, T, H, K] and their attention to the window. It returns one output [B, T, H, K] for all
-# keys: that of one softmax over all keys, or a mixture, weighted by a gate, of two attentions.
+# keys. This is the output of one softmax over all keys, or a mixture of two attentions whose
+# weights a gate computes.
 Mix = Callable[[Array, AttentionPart], Array]
 
 
@@ -186,8 +187,8 @@ class TransformerBlock(nn.Module):
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]:
         """Returns keys and values, with each head repeated for all heads of queries that it serves.
 
-        With `SelfAttention.normalize_qk`, keys are normalised only if `normalize` is True. If it is
-        False, the operation that reads the keys must normalise them.
+        With `SelfAttention.normalize_qk`, keys are normalised only if `normalize` is True. If
+        `normalize` is False, the operation that reads the keys must normalise them.
         """
         if normalize or not self.model.attention.normalize_qk:
             keys = self.normalized_keys(keys)
@@ -220,8 +221,8 @@ class TransformerBlock(nn.Module):
         return jnp.full((m.heads,), m.attention.query_scale or m.head_dim**-0.5)
 
     def bias(self, reach: int | None = None) -> Float[Array, "H W"] | None:
-        """Returns the position bias of the `reach` (by default W) nearest keys, nearest first; None
-        if the kind of positions has no bias.
+        """Returns the position bias of the `reach` nearest keys, nearest first; None if the kind of
+        positions has no bias. By default, `reach` is W.
         """
         m, reach = self.model, reach or self.model.window
         if m.positions == "t5":
@@ -242,7 +243,7 @@ class TransformerBlock(nn.Module):
 
     def far_bias(self) -> Float[Array, " H"]:
         """Returns the bias of keys beyond the window, which equals the bias of the window's
-        farthest key; 0 if the kind of positions has no bias.
+        farthest key; the bias is 0 if the kind of positions has none.
         """
         bias = self.bias()
         return jnp.zeros((self.model.heads,)) if bias is None else bias[:, -1]
@@ -298,7 +299,7 @@ class TransformerBlock(nn.Module):
         # Returns the attention of tokens to their window and to the sinks that have left it. `part`
         # is the attention to the window alone. `sinks` [B, N, S, G, K] has, for each block, the
         # sinks of the block's document. `places` are the places of the tokens in their document, 0
-        # for its first token.
+        # for the document's first token.
         m = self.model
         bias = None if m.positions in ("rotary", "none") else self.far_bias()
         return with_sinks(
@@ -318,7 +319,7 @@ class TransformerBlock(nn.Module):
         return attend(queries, *memory, scale=scale, implementation=self.kernels.softmax_attention)
 
     def prepared(self, block: OpenBlock, position: Int[Array, " B"]) -> OpenBlock:
-        """Returns an open block, of which `position` tokens were read, with its field `ready`."""
+        """Returns an open block with `ready` set, after `position` of its tokens were read."""
         places = ring_places(self.model.window, position)
         keys = rotated_at(self.model, self.normalized_keys(block.keys), places)
         return block._replace(ready=ready_ring(keys, block.values))
@@ -334,8 +335,8 @@ class TransformerBlock(nn.Module):
         and values, as `NewEntries`.
 
         Args:
-          x: the input of the layer for the tokens. If there are several, T divides W and
-            `position`, so that their entries are consecutive.
+          x: the input of the layer for the tokens. If T > 1, T divides W and `position`, so that
+            the tokens' entries in ring buffers are consecutive.
           given: `block` is the open block, `state` is the state before the block, and `position` is
             the position of the first token in the block. The cache in `state` says which entries
             of the open block belong to the document. `feedback` has the keys and values
@@ -380,7 +381,7 @@ class TransformerBlock(nn.Module):
 
     def _token_axis(self, x: Float[Array, "B T D"]) -> str | None:
         # Returns "tokens", the name of the axis of tokens, if the tokens can be divided among
-        # devices into whole blocks, as attention needs them; otherwise None.
+        # devices in whole blocks, because attention needs whole blocks. Returns None otherwise.
         blocks = x.shape[1] // self.model.block_length
         return "tokens" if shard_count("blocks", blocks) > 1 else None
 

@@ -1,7 +1,7 @@
 """Attention of the kind that `Attention.kind` names; all kinds have the same parameters.
 
-In shapes, B is the number of examples of the batch, T of tokens, and H of heads; K is the size of a
-head.
+In shapes, B is the number of examples of the batch, T the number of tokens, H the number of heads,
+and K the size of a head.
 """
 
 import jax

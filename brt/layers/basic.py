@@ -29,8 +29,8 @@ Initializer = Callable[..., Array]
 ONES = nn.initializers.ones
 ZEROS = nn.initializers.zeros
 # A weight is sharded by the names of its axes. INTO_HEADS and INTO_KEY_HEADS are the names of the
-# axes of weights [D, H, K], which project vectors to heads. FROM_HEADS are those of weights
-# [n, H, K, D], which project the outputs of the heads of n attentions to vectors.
+# axes of weights [D, H, K], which project vectors to heads. FROM_HEADS are the names of the axes of
+# weights [n, H, K, D], which project the outputs of the heads of n attentions to vectors.
 INTO_HEADS = ("embed", "heads", "head_dim")
 INTO_KEY_HEADS = ("embed", "kv_heads", "head_dim")
 FROM_HEADS = ("stack", "heads", "head_dim", "embed")
@@ -158,7 +158,7 @@ def parameter(
       axes: the name of each axis, by which `brt.distributed.rules` shards the parameter; None for
         an axis that is never sharded.
       init: a function (key, shape, dtype) that returns the initial values; None selects
-        `kernel_init()`, for a kernel with one axis of inputs.
+        `kernel_init()`, which is for kernels with one axis of inputs.
     """
     shown = f"the parameter {name!r} of {type(module).__name__}"
     if isinstance(axes, str) or len(axes) != len(shape):

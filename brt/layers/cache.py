@@ -46,7 +46,7 @@ class TokenProjections(NamedTuple):
     queries: Float[Array, "B T H K"]
     keys: Float[Array, "B T G K"]
     values: Float[Array, "B T G K"]
-    cross_queries: Float[Array, "B T H K"] | None  # For recurrent states, if the layer reads them.
+    cross_queries: Float[Array, "B T H K"] | None  # Queries to states; None if states are not read.
     residual: Float[Array, "B T D"]  # The input of the layer.
 
 
@@ -58,7 +58,8 @@ class KVCache(NamedTuple):
       first: the place of the first token of the document to which block n belongs, counted in
         tokens from the start of the segment. A document that began before the segment has a
         negative place. None if the layer's state is a `WindowState`.
-      sinks: [B, N, S, G, K], the first tokens of the document to which block n belongs.
+      sinks: [B, N, S, G, K], the first S tokens of the document to which block n belongs; None in
+        models without sinks.
     """
 
     keys: Float[Array, "B W G K"]
@@ -213,8 +214,8 @@ def document_places(past: KVCache, tokens: int) -> Int[Array, "B T"]:
 
 
 def updated_sinks(sinks: Sinks, tokens: TokenProjections, places: Int[Array, "B T"]) -> Sinks:
-    """Returns the sinks after T tokens, which have the indices `places` in their documents."""
-    # `own` [B, S, T] is True where the index of a token in its document is that of a sink.
+    """Returns the sinks after T tokens with the indices `places` in their documents were read."""
+    # `own` [B, S, T] is True where a token is the sink: both have the same index in the document.
     own = jnp.arange(sinks.keys.shape[1])[None, :, None] == places[:, None]
     found = jnp.any(own, axis=2)[:, :, None, None]
 

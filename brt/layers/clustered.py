@@ -1,8 +1,8 @@
 """The clustered layer: sliding-window attention, and attention to the past by clusters of queries.
 
 A centroid is a learned vector that stands for a cluster of similar queries of a head. In shapes, C
-is the number of centroids of a head and R the number of slots for keys of a centroid. The other
-letters of shapes are those of `brt.layers.state`.
+is the number of centroids of a head, and R the number of slots in which a centroid keeps keys. The
+other letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import NamedTuple
@@ -44,8 +44,8 @@ class ClusteredState(NamedTuple):
     # The keys that each centroid keeps, and their values.
     keys: Float[Array, "B H C R K"]
     values: Float[Array, "B H C R K"]
-    # Each centroid's float32 attention output over all other keys, and the log-sum-exp of their
-    # logits.
+    # For each centroid, the float32 output of its attention to all other keys (`rest`), and the
+    # log-sum-exp of the logits of these keys (`totals`).
     rest: Float[Array, "B H C K"]
     totals: Float[Array, "B H C"]
     # How many of the R slots of a centroid hold a key. The number is the same for all centroids of
@@ -92,17 +92,18 @@ class ClusteredLayer(WindowLayer):
     """A layer of causal clustered attention.
 
     A token attends to its window as in a sliding-window layer, and also to keys that left the
-    window. Of these, the keys of the previous block are read exactly. Older keys are read through
-    the token's centroid, which keeps some of these keys, and its attention output over all others.
-    Position biases treat all keys that left the window like the farthest key of the window.
+    window. Of the latter, keys of the previous block are read exactly. Older keys are read through
+    the token's centroid, which keeps some of them, and the centroid's attention output over all
+    others. Position biases treat all keys that left the window like the farthest key of the window.
     """
 
     def setup(self) -> None:
         super().setup()
         section, m = self.model.of(Clustered), self.model
         # Initial centroids have the distribution that queries have before they are multiplied by
-        # their scale. If queries are normalised, these are approximately unit vectors; otherwise
-        # their entries have variance 1. `_centroids` multiplies the centroids by the same scale.
+        # their scale. If queries are normalised, they are unit vectors, and the initial centroids
+        # are nearly unit vectors. If queries are not normalised, the entries of the initial
+        # centroids have variance 1. `_centroids` multiplies the centroids by the same scale.
         spread = m.head_dim**-0.5 if m.attention.normalize_qk else 1.0
         self.centroids = parameter(
             self, "centroids", (m.heads, section.clusters, m.head_dim), ("heads", "clusters", None),

@@ -58,7 +58,7 @@ class LayerKind(NamedTuple):
     (`brt.layers.state.NewEntries`), so that the array is not copied. A module whose open block
     contains a `brt.layers.state.OpenBlock` may have a fifth method, `prepare_block(None, given:
     block, position)`, which is called before several tokens are read one by one. It sets the field
-    `ready` of the `OpenBlock`, which brt removes after these tokens.
+    `ready` of the `OpenBlock`. After these tokens, brt sets the field to None.
     """
 
     module: type[nn.Module]
@@ -71,27 +71,27 @@ class LayerKind(NamedTuple):
     parts: Mapping[str, tuple[str, ...] | None]
     # Returns the FLOPs per token of the forward pass; a multiplication and an addition count as
     # two. The function may call `brt.layers.window.window_flops` or `brt.layers.basic.mlp_flops`,
-    # and add the FLOPs of what else the layer computes.
+    # and add the FLOPs of further computations of the layer.
     flops: Callable[[Model], int]
-    # The section of settings, which also lists the indices of the kind's layers. None for sliding
-    # windows: all layers that no section lists are sliding-window layers.
+    # The section of settings, which also lists the indices of the kind's layers. None for
+    # sliding-window layers, which are all layers that no section lists.
     section: type[KindSection] | None = None
-    # True if the layer carries S state vectors, in the field `vectors` [B, S, D] of the state, and
-    # if its open block has their keys and values in the field `memory`.
+    # True if the layer's state has S state vectors in the field `vectors` [B, S, D], and its open
+    # block has the keys and values of these vectors in the field `memory`.
     recurs: bool = False
     # True if the layer scans over the blocks or the tokens of a segment. The results of such a
     # layer are stored for its backward pass. Results of other layers are recomputed in the backward
     # pass on backends where this is faster.
     loops: bool = False
     # True if `decode_step` also accepts several tokens of a block, [B, T, D], the first of which
-    # has the place `position`. Prompts are then read T tokens at a time.
+    # has the place `position`. brt then reads prompts T tokens at a time.
     reads_chunks: bool = False
     # Returns the number of vectors in which a layer summarises a block for the layer above; None if
     # layers of the kind neither read nor compute summaries.
     summaries: Callable[[Model], int] | None = None
     # Returns the model state of a layer at step 0 (`Given.model_state`); None if there is none.
     new_model_state: Callable[[Model], Any] | None = None
-    # Returns the model state for the next train step, from the model state that the calls of this
+    # Computes the model state for the next train step from the model state that the calls of this
     # step have returned.
     settle: Callable[[Model, Any], Any] = lambda model, model_state: model_state
 

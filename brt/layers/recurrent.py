@@ -47,10 +47,9 @@ from brt.ops.recurrent_attention import (
     tokens_by_head,
 )
 
-# On CPUs, every iteration of the scan over blocks copies the states. If the states of a row
-# of the batch have at least this many numbers, one iteration processes BLOCKS_AT_ONCE blocks. The
-# time that this saves in training is longer than the time that it adds to compilation. With smaller
-# states, an iteration processes one block.
+# On CPUs, every iteration of the scan over blocks copies the states. If the states of a row of the
+# batch have at least this many numbers, one iteration processes BLOCKS_AT_ONCE blocks: this saves
+# more time in training than it adds to compilation. Otherwise, it processes one block.
 _LARGE_STATES = 1 << 15
 
 
@@ -186,7 +185,7 @@ class RecurrentLayer(WindowLayer):
     """A block-recurrent layer (Block-Recurrent Transformers, section 3).
 
     Tokens attend to their window and to the states (S state vectors) as they were before the
-    tokens' block. The states are updated once per block: they attend to the states, to the tokens
+    tokens' block. The states are updated once per block: they attend to each other, to the tokens
     of the block, and to the tokens of the block before it.
     """
 

@@ -112,7 +112,7 @@ def next_model_state(model: Model, model_state: ModelState) -> ModelState:
 
     During a step, the calls of the layers collect statistics, for example the sums of the queries
     of a cluster. After the step, the function `LayerKind.settle` of each run's kind computes the
-    new model state from them, for example the new centroids.
+    new model state from these statistics, for example the new centroids.
     """
     by_name = {run.name: run for run in runs(model)}
     return {

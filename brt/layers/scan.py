@@ -26,7 +26,7 @@ from brt.ops.dense import are_separate, of_layer
 # On CPUs, runs of at most this many layers are unrolled, which is faster than a loop over layers.
 # More layers are called in a loop, because they would take long to compile if they were unrolled.
 _CPU_LAYERS = 8
-# These `in_axes` of a scan give the same fields of `Given` to all layers.
+# With these `in_axes`, a scan gives all layers the same fields of `Given`.
 _SAME = Given(*[nn.broadcast] * len(Given._fields))
 
 
@@ -39,12 +39,12 @@ def scan_layers(
     Args:
       x: the vectors of tokens that the run's lowest layer reads, or None.
       given: what the method receives. States have the layers on `axis`, open blocks and model
-        states on axis 0. Summaries are those for the lowest layer, and the other fields are the
-        same for all layers.
-      axis: the axis of layers in `given.state` and in the states that are returned; open blocks
-        have it on axis 0.
-      ties: True lets the backward pass compute a layer's weight gradients before it goes on to the
-        layer below (`learned_at_once`); False while parameters are initialised.
+        states on axis 0. The summaries are for the lowest layer, and the other fields are the same
+        for all layers.
+      axis: the axis of layers in `given.state` and in the states that are returned. In open blocks,
+        the layers are always on axis 0.
+      ties: if True, the backward pass may compute a layer's weight gradients before it goes on to
+        the layer below (`learned_at_once`). It is False while parameters are initialised.
 
     Returns:
       The output and the summaries of the highest layer; the states of all layers with the layers on
@@ -110,8 +110,8 @@ def unrolls_layers(model: Model) -> bool:
 
 def _layers_at_once(model: Model, layers: int) -> int:
     recomputes = model.remat and not model.feedback
-    # A loop copies what layers store for the backward pass. If this is only their inputs, a loop
-    # needs less memory than unrolled layers.
+    # A loop copies what layers store for the backward pass, so accelerators use none. If layers
+    # store only their inputs, however, a loop needs less memory than unrolled layers.
     on_accelerators = 1 if recomputes and model.remat_keep == "nothing" else layers
     on_cpus = 1 if recomputes or layers > _CPU_LAYERS else layers
     return unrolled(model.unroll, layers, on_accelerators, on_cpus)

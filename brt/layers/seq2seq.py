@@ -1,8 +1,8 @@
 """Layers of the encoder-decoders T5 and BART.
 
-In shapes, B is the number of sources, S the number of tokens of a source and T of a target (both
-with padding), N the number of beams of a source, and L the number of layers. In the encoder, T is
-the number of tokens of a source. Masks are True for source tokens, False for padding.
+In shapes, B is the number of sources, S the number of tokens of a source and T that of a target
+(both with padding), N the number of beams of a source, and L the number of layers. In the encoder,
+T is the number of tokens of a source. Masks are True for source tokens, False for padding.
 """
 
 from collections.abc import Mapping
@@ -243,7 +243,7 @@ class Encoder(Ends):
         self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"], key: jax.Array
     ) -> Float[Array, "B T D"]:
         """Returns the hidden vectors of the source tokens. `mask` is False for padding, which is at
-        the end of a row; `key` is for kinds of attention that draw random numbers.
+        the end of a row. `key` is the random key of kinds of attention that draw random numbers.
         """
         check_length(self.model, x.shape[1], "source")
         keys = layer_keys(key, self.model.encoder_layers)
@@ -397,8 +397,8 @@ class Decoder(Ends):
         source: CrossCache,
         position: Int[Array, ""],
     ) -> tuple[Float[Array, "B N D"], SelfCache, CrossCache]:
-        """Reads one token of each beam, at `position`; `source` comes from `prefill`. Returns the
-        hidden vectors and both caches for the next position.
+        """Reads one token of each beam, at `position`. `source` comes from `prefill` or from the
+        step before. Returns the hidden vectors and both caches for the next position.
         """
         bias = None
         if self.model.family == "t5":

@@ -22,8 +22,8 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class StackOutput(NamedTuple):
-    """The result of reading a segment; `aux` has the model state by run, losses summed over layers,
-    and metrics averaged over the layers of each run.
+    """The result of reading a segment. For each run of layers (adjacent layers of one kind), `aux`
+    has the model state and the means of metrics. It also has losses summed over all layers.
     """
 
     x: Float[Array, "B T D"]
@@ -32,8 +32,8 @@ class StackOutput(NamedTuple):
 
 
 class Stack(nn.Module):
-    """All layers of a decoder, with the methods of a layer (`brt.layers.kinds.LayerKind`). Methods
-    take and return the states and open blocks of all runs of layers (`brt.layers.runs`).
+    """All layers of a decoder, with the methods of a layer (`brt.layers.kinds.LayerKind`). Its
+    methods take and return the states and open blocks of all runs (`brt.layers.runs`).
     """
 
     model: Model

@@ -97,7 +97,7 @@ class LocalState(NamedTuple):
 
     keys: Float[Array, "B W G K"]
     values: Float[Array, "B W G K"]
-    length: Int[Array, " B"]  # Tokens of the present document that were read.
+    length: Int[Array, " B"]  # The number of tokens read of the present document.
     sinks: Sinks | None = None
 
 
@@ -120,8 +120,8 @@ class LayerOutput(NamedTuple):
     x: Float[Array, "B T D"]  # None if no tokens were read.
     state: LayerState  # The state after the tokens, or the open block.
     aux: LayerAux = LayerAux()
-    # U vectors for each of N blocks, for the layer above. With None, the layer above gets the
-    # summaries that this layer got.
+    # U vectors for each of N blocks, for the layer above. If the field is None, the layer above
+    # gets the summaries that this layer got.
     summaries: Float[Array, "B N U D"] | None = None
 
 
@@ -158,8 +158,8 @@ class OpenBlock(NamedTuple):
     # Ring buffers of the last W tokens: each token of the block replaces the oldest token.
     keys: Float[Array, "B W G K"]
     values: Float[Array, "B W G K"]
-    # What else the layer keeps while a block is open. Layers that recur (`LayerKind.recurs`) have
-    # the keys and values [B, S, H, K] of their states here.
+    # Further data of the layer while a block is open. In layers that recur (`LayerKind.recurs`),
+    # these are the keys and values [B, S, H, K] of the states.
     memory: Any = None
     sinks: Sinks | None = None
     # The same keys and values in the form in which attention reads them, while several tokens are
@@ -183,7 +183,7 @@ def cache_of(state: LayerState) -> WindowState | LocalState:
 def open_block(given: Given, memory: Any = None) -> OpenBlock:
     """Returns an open block without tokens. Its ring buffers have the keys and values of the cache.
 
-    `memory` is what else the layer keeps while the block is open.
+    `memory` is further data that the layer keeps while the block is open.
     """
     state = cache_of(given.state)
     sinks = state.sinks if isinstance(state, LocalState) else None
@@ -223,8 +223,8 @@ class NewEntries(NamedTuple):
     Attributes:
       entries: an array with the shape and dtype of the array of the open block, except for one
         axis, on which it has only the new entries.
-      index: the index on this axis at which each row's new entries begin. If the array has an
-        axis of L layers, the index has it, too. The entries must end within the array.
+      index: the index on this axis at which each row's new entries begin. If the array has an axis
+        of L layers, the index has this axis, too. The entries must end within the array.
     """
 
     entries: Array
@@ -260,8 +260,8 @@ def written(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Array]:
 def _with_entries(
     array: Array, new: Array, index: Int[Array, " B"], *, rows: int, axis: int
 ) -> Array:
-    """Returns the array after writing the entries `new` into it. In each row of the batch, they
-    begin at the row's `index` on `axis`. The axis of rows is `rows`.
+    """Returns the array after writing the entries `new` into it. In each row of the batch, the
+    entries begin at the row's `index` on `axis`. `rows` is the axis of rows.
     """
     for row, own in enumerate(jnp.split(new, len(index), axis=rows)):
         start = [jnp.zeros((), index.dtype)] * array.ndim

@@ -104,7 +104,7 @@ class Block(NamedTuple):
     activation: Literal["relu", "gelu", "gated_gelu"]  # gated_gelu has a second projection.
     norm: Literal["rms", "layer"]
     norm_epsilon: float
-    # True normalises the input of each sub-layer, False the sum of its input and output.
+    # True normalises the input of each sub-layer. False normalises the sum of input and output.
     norm_first: bool
     bias: bool  # True if matrix products have a bias.
     # The standard deviation of initial matrices; None for fan_in ** -0.5.
@@ -123,8 +123,8 @@ class Block(NamedTuple):
         axes: tuple[str | None, ...],
         deviation: float | None = None,
     ) -> Linear:
-        """Returns a module that maps axes of the sizes `inputs` to axes of the sizes `outputs`.
-        `deviation` is the standard deviation of its initial kernel if `Block.deviation` is None.
+        """Returns a module that maps axes of the sizes `inputs` to axes of the sizes `outputs`. If
+        `Block.deviation` is None, the initial kernel has the standard deviation `deviation`.
         """
         return Linear(inputs, outputs, axes, self.bias, self.deviation or deviation)
 

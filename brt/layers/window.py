@@ -79,7 +79,7 @@ def state_attention_flops(model: Model) -> int:
 
 
 def keys_before(model: Model, block: int) -> int:
-    """Returns how many keys of its own block a token sees, on average over the `block` tokens of
-    the block.
+    """Returns how many keys of its own block a token sees. The number is the mean over the `block`
+    tokens of the block.
     """
     return (block + 1) // 2 if model.sliding.attend_to_self else (block - 1) // 2

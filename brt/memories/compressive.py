@@ -2,8 +2,9 @@
 vector (Compressive Transformers for Long-Range Sequence Modelling, arXiv 1911.05507, section 3).
 
 A slot is a vector that stands for R neighbouring tokens of an older block. In shapes, C is the
-number of slots of the memory, S of slots of a block of W tokens, and Q of queries of a block. The
-other letters of shapes are those of `brt.layers.state`.
+number of slots of the memory, S of slots of a block of W tokens, Q of queries of a block, and Z of
+entries of an array in which new entries follow old ones. The other letters of shapes are those of
+`brt.layers.state`.
 """
 
 import dataclasses
@@ -236,10 +237,10 @@ class CompressiveLayer(WindowLayer):
         cache_mask: Bool[Array, "B N"],
         beyond: Bool[Array, "R Q W"],
     ) -> Mix:
-        # `before` has the previous block of each block, and `cache_mask` is True where a block may
-        # read it. `length` is the number of slots that a block can read. `beyond` is True for the
-        # keys of `before` that have left a token's window. R is 1 if `beyond` is the same for all
-        # rows, otherwise R = B.
+        # `before` has the keys and values of the block before each block, and `cache_mask` is True
+        # where a block may read them. `length` is the number of slots that a block can read.
+        # `beyond` is True for the keys of `before` that have left a token's window. R is 1 if
+        # `beyond` is the same for all rows of the batch; otherwise R is B.
         size = self.section.slots
         valid = jnp.arange(size)[None, None] >= size - length[..., None]
         valid = jnp.broadcast_to(valid[:, :, None], (*length.shape, beyond.shape[1], size))
@@ -265,7 +266,7 @@ class CompressiveLayer(WindowLayer):
         made: Float[Array, "B N S D"],
         past: KVCache,
     ) -> LayerAux:
-        # The loss is over the blocks that can read the block before them.
+        # A block that cannot read the block before it has the loss 0.
         m = self.model
         rows = made.reshape(len(made), -1, m.model_dim).astype(compute_dtype(m))
         slots = (_by_block(x, made.shape[1]) for x in self.tokens.project_kv(rows, learns=False))
@@ -297,7 +298,7 @@ class CompressiveLayer(WindowLayer):
         return LayerOutput(y, block._replace(memory=block.memory._replace(inputs=inputs)))
 
     def end_block(self, x: None, given: Given) -> LayerOutput:
-        """Makes the open block the cache, and compresses the block that was the cache to slots."""
+        """Compresses the cached block to slots, and then makes the open block the cache."""
         state = given.state
         made = self._compressed(state.inputs)
         vectors = jnp.concatenate([state.vectors, made], axis=1)

@@ -69,7 +69,7 @@ class DenseMemory(KindSection):
     def check_model(self, model: Model) -> None:
         """Raises ConfigError if the model's settings do not fit the dense-memory layers.
 
-        Layers without a gate attend to a block and a memory alone. Their window must be as long as
+        Layers without a gate attend only to their block and memory. Their window must be as long as
         a block, and the model must have no sinks and no feedback from recurrent states. Layers with
         a gate need a cache whose empty places are masked, a window that is not smaller than a
         block, and a memory of more tokens than the window.
@@ -140,9 +140,9 @@ class DenseMemoryLayer(nn.Module):
     """A layer whose tokens attend, with one softmax, to their own block and to a memory of the last
     M tokens before the block. The layer has no position biases.
 
-    The authors of MELODI compare their model with models of this layer, which they call Memorizing
-    Transformer. Unlike in the original Memorizing Transformer, a token attends to all tokens of the
-    memory instead of the results of a search, and there is no gate between memory and block.
+    The authors of MELODI compare their model with a model of such layers, which they call
+    Memorizing Transformer. Unlike in the original Memorizing Transformer, a token attends to all
+    tokens of the memory instead of the results of a search, and no gate mixes memory and block.
     """
 
     model: Model
@@ -154,7 +154,7 @@ class DenseMemoryLayer(nn.Module):
         self.tokens = TransformerBlock(unplaced, False, self.training, self.kernels)
 
     def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
-        """Attends block by block, because the weights of all blocks would take too much memory."""
+        """Attends block by block, because all attention weights at once would need much memory."""
         m, size = self.model, self.model.of(DenseMemory).size
         queries, own = self._projected(x)
         own = StateKV(*(constrain(z, *_BY_KEY_HEAD) for z in own))
@@ -189,8 +189,9 @@ class DenseMemoryLayer(nn.Module):
         places: Int[Array, "R Q"],
         dropout: Dropout | None = None,
     ) -> Float[Array, "B Q H K"]:
-        # Attends from the tokens at `places` of a block; `seen` holds the memory and then the
-        # block. All rows have the same places if R is 1.
+        # Computes the attention of the tokens at `places` of a block. `seen` holds the keys and
+        # values of the memory, followed by those of the block. If R is 1, all rows have the same
+        # places.
         m, size = self.model, self.model.of(DenseMemory).size
         columns = jnp.arange(seen.keys.shape[1])[None]
         valid = (columns >= size) | (columns >= size - length[:, None])

@@ -202,10 +202,10 @@ def delta_rule(
         U = X (b V) - X (b d K) S
 
     where b is the strength of each token, d is the decay from the beginning of the chunk to each
-    token, and X is the inverse of a unit lower triangular matrix, which consists of products of the
-    keys. All terms without S are computed for all chunks at once. Then a scan over the chunks
-    computes the states. Every decay is the factor from one token of a chunk to a later one. It is
-    never above 1, so nothing overflows.
+    token, and X is the inverse of a unit lower triangular matrix. The entries of that matrix are
+    products of keys, multiplied by decays and strengths. All terms without S are computed for all
+    chunks at once. Then a scan over the chunks computes the states. No decay spans more than a
+    chunk, and no decay is above 1, so nothing overflows.
 
     Args:
       since_start: the result of `brt.memories.token_state.tokens_since_start`. A document reads
@@ -237,8 +237,8 @@ def delta_rule(
 
     def body(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
         # `written` and `erased` are X (b V) and X (b d K), and `kept` is the decay of the state
-        # over the chunk. The queries are multiplied by the decay since the chunk's beginning, the
-        # keys by the decay until its end.
+        # over the chunk. The queries are multiplied by the decay since the beginning of the chunk,
+        # and the keys by the decay until the end of the chunk.
         queries, keys, attention, written, erased, kept = chunk
         before = state.astype(dtype)
         written = written - matmul_nn(erased, before)
@@ -254,16 +254,16 @@ def delta_rule(
 def _decays(
     log_decay: Float[Array, "N B H C"], since_start: Int[Array, "N B 1 C"]
 ) -> tuple[Float[Array, "N B H C C"], Float[Array, "N B H C"]]:
-    # Returns two arrays of decays. The first one has, for each token of a chunk (axis -2), the
-    # decay of what each token of the chunk (axis -1) has written; it is 0 for later tokens and for
-    # tokens of another document. The second one has, for each token of a chunk, the decay of the
-    # state before the chunk; it is 0 if the token's document started within the chunk.
+    # Returns two arrays of decays. Entry [i, j] of a chunk in the first array is the decay, until
+    # token i, of what token j has written. It is 0 if token j comes after token i or belongs to
+    # another document. Entry [i] in the second array is the decay, until token i, of the state
+    # before the chunk. It is 0 if the document of token i started within the chunk.
     place = jnp.arange(log_decay.shape[-1])[None, None, None]
     distance = place[..., :, None] - place[..., None, :]
     reads = (distance >= 0) & (distance <= since_start[..., None])
-    # A sum begins at the start of the token's document, or of the chunk if the document began
-    # earlier. If all sums began with the chunk, tokens of the previous document would change their
-    # rounding.
+    # The sum for a token begins with the chunk, or with the token's document if the document starts
+    # within the chunk. If all sums began with the chunk, tokens of the previous document would
+    # change the rounding of the decays.
     total = jnp.sum(jnp.where(reads, log_decay[..., None, :], 0), axis=-1)
     within = _exp(total[..., :, None] - total[..., None, :], reads)
     return within, _exp(total, since_start > place)

@@ -165,8 +165,8 @@ def reference_attention(
 ) -> Float[Array, "B T H K"]:
     """Computes `memory_attention`, with all scores of a block at once.
 
-    If S heads of queries share a head of keys, their S queries for a token are consecutive entries
-    of axis T, and T is S times the number of tokens.
+    If S heads of queries share a head of keys, the S queries of a token are consecutive entries of
+    axis T. T is then S times the number of tokens.
     """
     blocks = counts.shape[1]
     width, window = queries.shape[1] // blocks, _window(keys, counts, search)
@@ -198,7 +198,7 @@ def xla_attention(
     search: Search,
 ) -> Float[Array, "B T H K"]:
     """Computes `memory_attention`, a few queries at a time to limit the number of scores. The axis
-    T is that of `reference_attention`.
+    T is the same as in `reference_attention`.
 
     The first of two passes searches and stores only the indices of the neighbours. The second pass
     gathers the keys and values of the neighbours and attends to them. The gathered keys and values
@@ -206,9 +206,10 @@ def xla_attention(
     gathers them again.
     """
     by_head = queries.swapaxes(1, 2)
-    # The neighbours have no gradient. A layer whose backward pass recomputes most results may store
-    # the results of products, which include all scores. `input_residual` names the neighbours, so
-    # that such a layer stores them instead of the scores.
+    # The search has no gradient, so the backward pass needs only the neighbours and no scores. But
+    # the scores are results of products, which a layer may store even if its backward pass
+    # recomputes most results. `input_residual` marks the neighbours, so that such a layer stores
+    # the neighbours instead of the scores.
     found = _find_in_blocks(*jax.lax.stop_gradient((by_head, keys)), counts, search)
     results = jax.tree.map(dispatch.input_residual, found)
 
@@ -294,8 +295,7 @@ def memory_attention(
     Args:
       queries: the queries, already scaled. A positive scale does not change the neighbours.
       keys, values: the keys and values, oldest token first.
-      counts: for each block, the number of tokens that may be neighbours, at most M. These are the
-        last tokens before the block.
+      counts: how many of the last tokens before each block may be neighbours, at most M.
       implementation: None selects the best implementation that supports the inputs.
     """
     keys, values = jax.lax.stop_gradient((keys, values))

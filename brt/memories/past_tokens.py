@@ -66,8 +66,8 @@ def counts_before(
     can read those entries that belong to its own document.
 
     Args:
-      length: the number of entries that the memory has before the segment and that belong to the
-        document that a row is reading.
+      length: the number of entries of the memory, before the segment, that belong to the document
+        that a row is reading.
       added: the number of entries that a block adds.
       delay: the number of blocks after which the entries of a block enter the memory.
     """
@@ -101,8 +101,8 @@ def attend_by_block(
 ) -> PyTree[Array]:
     """Calls `attend` for each of N = `blocks` blocks, and returns the joined results [B, T, ...].
 
-    The backward pass recomputes the attention weights, because storing those of all blocks would
-    take too much memory of the device.
+    The backward pass recomputes the attention weights, because storing the weights of all blocks
+    would take too much device memory.
 
     Args:
       attend: gets the index of a block, the queries of the block, the entries of each array of
@@ -149,7 +149,7 @@ def memory_state(model: Model, size: int) -> MemoryState:
 
 
 class MemoryAndSegment(NamedTuple):
-    """Keys and values of Z = M + T tokens: those of the memory, then those of a segment."""
+    """Keys and values of Z = M + T tokens: M tokens of the memory, then T tokens of a segment."""
 
     keys: Float[Array, "B G Z K"]
     values: Float[Array, "B G Z K"]

@@ -80,8 +80,8 @@ class GateParameters(NamedTuple):
 def recurrence_coefficients(
     x: Float[Array, "B T H R"], gates: GateParameters
 ) -> tuple[Float[Array, "B T H R"], Float[Array, "B T H R"]]:
-    """Returns the factors a and inputs b of the recurrence h_t = a_t h_(t-1) + b_t for the
-    convolved inputs x of a segment (equations 1 to 4 of the paper).
+    """Returns the factors a and the summands b of the recurrence h_t = a_t h_(t-1) + b_t. They are
+    computed from the convolved inputs x of a segment (equations 1 to 4 of the paper).
     """
 
     def gate(kernel: Float[Array, "H R R"], bias: Float[Array, "H R"]) -> Float[Array, "B T H R"]:
@@ -117,7 +117,8 @@ def scan(
     def compose_steps(
         first: tuple[Array, Array], second: tuple[Array, Array]
     ) -> tuple[Array, Array]:
-        # A pair (a, b) stands for the step h -> a h + b; the result is `first`, then `second`.
+        # A pair (a, b) stands for the step h -> a h + b. The result stands for `first` followed by
+        # `second`.
         return first[0] * second[0], second[0] * first[1] + second[1]
 
     products, sums = jax.lax.associative_scan(compose_steps, (a, b), axis=1)

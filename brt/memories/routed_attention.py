@@ -120,7 +120,8 @@ class Rings(NamedTuple):
 
     keys: Float[Array, "B H C R K"]
     values: Float[Array, "B H C R K"]
-    # The number of tokens in each ring. They are in its last places; the other places are zeros.
+    # The number of tokens in each ring. The tokens are in the ring's last places; the other places
+    # are zeros.
     filled: Int[Array, "B H C"]
 
 
@@ -153,8 +154,8 @@ def readable_tokens(
 ) -> ReadableTokens:
     """Returns the tokens of the rings, followed by the tokens of the segment.
 
-    The tokens of the rings belong to the document that is being read when the segment begins, so no
-    token reads them if a document starts with the first block.
+    The tokens of the rings belong to the last document before the segment. If another document
+    starts with the first block, no token reads the rings.
     """
     clusters, width = rings.keys.shape[2], tokens.keys.shape[1] // document_start.shape[1]
     documents = jnp.repeat(jnp.cumsum(document_start, axis=1, dtype=jnp.int32), width, axis=1)
@@ -175,7 +176,7 @@ def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, 
     """Returns the rings after a segment: for each cluster, the last R tokens in the last document.
 
     If no document starts in the segment, the tokens of the segment continue the document of
-    `rings`. A token of `rings` then stays in its ring until R newer tokens have replaced it.
+    `rings`. A token of `rings` then stays in its ring until its cluster has R newer tokens.
     """
     clusters, size = rings.keys.shape[2:4]
     visible = readable_tokens(tokens, rings, document_start)
@@ -227,9 +228,9 @@ def reference_attention(
     return y.swapaxes(1, 2).astype(tokens.values.dtype)
 
 
-# A chunk has at least this number of rows, except that it has R rows if R, the number of tokens of
-# its cluster that a token reads, is smaller. Smaller chunks would save some work, but handling more
-# chunks would cost more than that.
+# A chunk has at least this number of rows, but not more than R rows. R is the number of tokens of
+# its cluster that a token reads. Smaller chunks would save some work, but handling more chunks
+# would cost more than that.
 MIN_CHUNK = 8
 
 

@@ -124,9 +124,9 @@ def new_routing(model: Model) -> ClusterStatistics:
 def routing_flops(model: Model) -> int:
     """Returns the FLOPs per token of a layer.
 
-    They are the FLOPs of a sliding-window layer, except that the routed heads assign tokens to
-    clusters and attend to the tokens of a cluster, and that they lack attention to a window and the
-    projection to keys.
+    They are the FLOPs of a sliding-window layer with two changes in the routed heads. The
+    assignment of tokens to clusters and the attention to the tokens of a cluster are added. The
+    attention to a window and the projection to keys are subtracted.
     """
     section = model.of(Routing)
     m, width = model, section.heads * model.head_dim
@@ -189,8 +189,8 @@ class RoutingLayer(WindowLayer):
         projections = self.tokens.project(x)
         past, window = with_cache(m, given, projections)
         queries, routed = self._routed(x, statistics)
-        # The axis of tokens has the name None, so it is not sharded: every device sorts the tokens
-        # of the complete segment.
+        # The axis of tokens has the name None and is not sharded, because every device has to sort
+        # the tokens of the complete segment.
         heads = ("lanes", None, "heads", None)
         queries = constrain(queries, *heads)
         routed = RoutedTokens(

@@ -111,7 +111,8 @@ class LongSummaryState(NamedTuple):
 
     short: SummaryState
     vectors: Float[Array, "B M D"]
-    length: Int[Array, " B"]  # The number of vectors of the current document, in the last places.
+    # The number of vectors of the current document; they fill the last places of `vectors`.
+    length: Int[Array, " B"]
 
 
 def summary_state(model: Model) -> SummaryState:

@@ -1,5 +1,5 @@
 """The base class of layers whose state changes with every token, such as linear recurrences, and
-their short causal convolution over the tokens of a document.
+the short causal convolution that these layers apply to the tokens of a document.
 
 In shapes, R is the number of channels of a head, C of tokens that the convolution reads, and L =
 C - 1. The other letters of shapes are those of `brt.layers.state`.

@@ -42,8 +42,8 @@ class DecoderOutput(NamedTuple):
     # The next model state (statistics that layers learn without gradients), which only training
     # uses.
     model_state: ModelState
-    # Auxiliary losses of layers by name, float32. Each is a mean over tokens. A train step, whose
-    # loss is a sum over tokens, multiplies them by the number of tokens.
+    # Maps names to auxiliary losses of layers, float32. Each is a mean over tokens. The loss of a
+    # train step is a sum over tokens, so it multiplies these means by the number of tokens.
     losses: Mapping[str, Float[Array, ""]]
     # Float32 scalars to log, averaged over neighbouring layers of one kind (a run of layers). A
     # name such as "routing_3/largest_cluster" consists of the name of the run (the kind and the
@@ -55,10 +55,11 @@ class Decoder(nn.Module):
     """A language model that reads tokens in segments (`__call__`) or one by one (`begin_block`,
     `decode_step` for each token of a block, `end_block`).
 
-    Both ways compute the same. The states and open blocks (blocks that are being filled) are those
-    of all runs (neighbouring layers of one kind, `brt.layers.runs`). Where methods take a model
-    state, None is allowed if no layer has statistics that it learns without gradients. Training
-    enables dropout, which needs the rngs of `brt.layers.basic.dropout_rngs`.
+    Both ways compute the same. A `StackState` has the states of all runs (neighbouring layers of
+    one kind, `brt.layers.runs`), and a `StackBlock` their open blocks (blocks that are being
+    filled). Where methods take a model state, None is allowed if no layer has statistics that it
+    learns without gradients. Training enables dropout, which needs the rngs of
+    `brt.layers.basic.dropout_rngs`.
     """
 
     model: Model
@@ -87,8 +88,8 @@ class Decoder(nn.Module):
     def embed(
         self, tokens: Int[Array, "B T"], position: Int[Array, " B"] | None = None
     ) -> Float[Array, "B T D"]:
-        """Returns the embeddings of tokens. The first token of each row is at `position` in its
-        block; None stands for the start of the block.
+        """Returns the embeddings of tokens. `position` is the place of each row's first token in
+        its block; None stands for the start of the block.
         """
         x = lookup(self.embedding, tokens, compute_dtype(self.model), "vocab")
         factor = self.model.embedding.factor

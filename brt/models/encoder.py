@@ -40,8 +40,8 @@ CONVOLUTION_WIDTH = 15  # The convolution of positions reads this many neighbour
 class Inputs(nn.Module):
     """A module that maps tokens or feature vectors to the input of an encoder's first layer.
 
-    The input is the sum of the embeddings of tokens (or projections of feature vectors), of token
-    types and of positions.
+    The module adds up embeddings of tokens (or projections of feature vectors), of token types and
+    of positions, and normalizes the sum.
 
     Convolutional positions (wav2vec 2.0, Baevski et al. 2020, section 2; here without an
     activation) mix each token with its neighbours. The mixture depends on the order of tokens, but
@@ -214,8 +214,8 @@ class MaskedLanguageModel(Head):
     """The head for masked language modeling, as in RoBERTa. It returns the vectors whose products
     with the embeddings of the V tokens, plus `logits_bias`, are the logits.
 
-    The loss computes the logits in chunks from `readout`, because the logits of all positions would
-    need much memory.
+    The loss computes the logits in chunks, with the weights that `readout` returns, because the
+    logits of all positions would need much memory.
     """
 
     def setup(self) -> None:

@@ -23,7 +23,7 @@ from brt.models.decoder import Decoder, logits, new_state, output_weights
 _Tokens: TypeAlias = Int[np.ndarray, "B T"]
 # The check reads _LANES rows of _BLOCKS blocks each. Tokens are ids below _VOCABULARY.
 _LANES, _BLOCKS, _VOCABULARY = 2, 4, 32
-# Logits of two readings may differ by this number, relative to the largest logit.
+# Logits of two readings may differ by this number times the largest logit.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
@@ -83,8 +83,8 @@ class _Reader:
 
     def read_single_tokens(self, tokens: _Tokens, at_once: int = 1) -> _Reading:
         """Reads whole blocks, `at_once` tokens per call, from a state that has read nothing.
-        Returns the logits of the last token of each call, and the state after all tokens. They must
-        equal the logits of these tokens and the state that `read` returns.
+        Returns the logits of the last token of each call, and the state after all tokens. `read`
+        must return the same logits for these tokens, and the same state.
         """
         state, found = new_state(self.model, _LANES), []
         for place in range(0, tokens.shape[1], at_once):
@@ -187,8 +187,8 @@ def _check_logits(
     rule: str,
     at_once: int = 1,
 ) -> None:
-    # Compares logits: those of every token, or those of the last token of each call that reads
-    # `at_once` tokens.
+    # Compares the logits of the last token of each call. A call reads `at_once` tokens, so these
+    # are the logits of every token if `at_once` is 1.
     error = np.abs(np.asarray(found) - expected).max(axis=-1)
     wrong = ~(error <= _tolerance(reader.model) * np.abs(np.asarray(expected)).max())
     if wrong.any():

@@ -74,7 +74,7 @@ class DecodeState(NamedTuple):
 class Decoded(NamedTuple):
     """The result of reading whole targets."""
 
-    hidden: Float[Array, "B T D"]  # `logits` maps them to the logits of the next tokens.
+    hidden: Float[Array, "B T D"]  # `logits` maps these vectors to the logits of the next tokens.
     # Scalars to log, means over the layers: `firing_rate`, `leak` and `threshold` if the
     # cross-attention has accumulate-and-fire neurons; otherwise empty.
     metrics: Metrics
@@ -161,7 +161,7 @@ class Seq2Seq(nn.Module):
     def step(
         self, tokens: Int[Array, "B N"], state: DecodeState
     ) -> tuple[Float[Array, "B N D"], DecodeState]:
-        """Reads the next token of every beam; returns hidden vectors and the state after them."""
+        """Reads a token of every beam; returns the tokens' hidden vectors and the next state."""
         x = self.token_embed(tokens)
         x, own, source = self.decoder.step(x, state.own, state.source, state.position)
         return x, DecodeState(state.position + 1, own, source)
@@ -190,7 +190,7 @@ encode, decode, prefill = map(_calling, ("encode", "decode", "prefill"))
 def step(
     network: Seq2Seq, params: Params, tokens: Int[Array, "B N"], state: DecodeState
 ) -> tuple[Float[Array, "B N V"], DecodeState]:
-    """Reads the next token of every beam; returns the float32 logits of the token that follows."""
+    """Reads a token of every beam; returns float32 logits of the following token, and the state."""
     hidden, state = _calling("step")(network, params, tokens, state)
     return logits(readout(network.model, params), hidden), state
 

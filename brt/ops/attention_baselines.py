@@ -3,9 +3,9 @@
 Reformer (Kitaev et al. 2020, section 2) takes the normalized queries as keys. A round of hashing
 assigns each token to a bucket by random planes, sorts the tokens by bucket, and splits them into
 chunks. A token sees its own chunk and the chunk before. As in the code of Vyas et al. 2020, and
-unlike Kitaev's, nothing is before the first chunk, buckets only determine the order (a chunk may
-span several), and all rounds have equal weight. Which tokens share a chunk depends on the complete
-sequence, so the attention is not causal.
+unlike Kitaev's, no chunk precedes the first one, buckets only determine the order of tokens (a
+chunk may span several buckets), and all rounds have equal weight. Which tokens share a chunk
+depends on the complete sequence, so the attention is not causal.
 
 In shapes, X is the number of keys, R the number of rounds, P the number of planes of a round (half
 the number of its buckets), N the number of chunks, and C the number of tokens of a chunk.
@@ -38,10 +38,11 @@ def oracle_top_k(
     scale: float,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention of every query to the `count` keys with its largest logits.
+    """Returns the attention of every query to the `count` keys with the largest logits for it.
 
-    This is "oracle-top" of Vyas et al. 2020, section 4.1. Keys that tie with the smallest of these
-    logits are included, so the order of keys does not matter. A query that sees no key gets zeros.
+    This is "oracle-top" of Vyas et al. 2020, section 4.1. If further keys have the same logit as
+    the last of the `count` keys, they are included, so the order of keys does not matter. A query
+    that sees no key gets zeros.
 
     Args:
       queries: not yet multiplied by `scale`, the factor of the logits.
@@ -63,8 +64,8 @@ def random_planes(
 def bucket_ids(x: Float[Array, "B T H K"], planes: Float[Array, "R P K"]) -> Int[Array, "R B H T"]:
     """Returns the bucket of each vector in each round, int32 in [0, 2P).
 
-    The bucket is the index of the plane whose normal vector has the dot product of largest
-    magnitude with the vector, plus P if this dot product is negative.
+    Each plane has a dot product of its normal vector and x. The bucket is the index of the plane
+    whose dot product has the largest magnitude, plus P if this dot product is negative.
     """
     projected = jnp.einsum(
         "bthk,rpk->rbhtp", x.astype(jnp.float32), planes, precision=jax.lax.Precision.HIGHEST

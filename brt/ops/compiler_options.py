@@ -25,21 +25,21 @@ _CPU_OPTIONS: Mapping[str, str] = MappingProxyType(
         "xla_backend_optimization_level": "2",
     }
 )
-# The KiB of on-chip memory (VMEM) that one operation of XLA may use, by the kind of TPU. With more
-# than XLA's default of 16 MiB, wide matrix products have larger tiles. On other kinds of TPUs, the
-# default is best: a v4 has no more memory, and a v6e has a default of 32 MiB. The default is also
-# best for models that are narrower than _WIDE, because XLA keeps the arrays of such models on the
-# chip if operations leave room for them.
+# Maps kinds of TPUs to the KiB of on-chip memory (VMEM) that one operation of XLA may use. With
+# more than XLA's default of 16 MiB, wide matrix products have larger tiles. On other kinds of TPUs,
+# the default is best: a v4 has no more memory, and a v6e has a default of 32 MiB. The default is
+# also best for models that are narrower than _WIDE, because XLA keeps the arrays of such models on
+# the chip if operations leave room for them.
 _TPU_MEMORY: Mapping[str, int] = MappingProxyType(
     {"TPU v5 lite": 40 * 1024, "TPU v5e": 40 * 1024, "TPU v5": 32 * 1024, "TPU v5p": 32 * 1024}
 )
 _WIDE = 1024  # the smallest Model.model_dim for which operations get the memory of _TPU_MEMORY
-# Further options by the kind of TPU. A v4 computes while it gathers arrays from other chips only
-# with this option; a v5e also does without it.
+# Maps kinds of TPUs to further options. This option lets a v4 compute while it gathers arrays from
+# other chips. A v5e does so without the option.
 _TPU_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {"TPU v4": {"xla_enable_async_all_gather": "true"}}
 )
-# The environment variable in which users set compiler options themselves.
+# Maps backends to the environment variables in which users set compiler options themselves.
 _VARIABLES: Mapping[str, str] = MappingProxyType({"cpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"})
 
 

@@ -75,7 +75,7 @@ def are_separate(kernels: PyTree[Array]) -> bool:
 
 
 def of_layer(kernels: Array | SeparateKernels, layer: Int[Array, ""]) -> Array | LayerKernel:
-    """Returns the kernel of a layer; an array `kernels` has the layers on its first axis."""
+    """Returns the kernel of a layer. If `kernels` is an array, its first axis is the layers."""
     if isinstance(kernels, SeparateKernels):
         return LayerKernel(kernels, layer)
     return jax.lax.dynamic_index_in_dim(kernels, layer, keepdims=False)
@@ -121,10 +121,10 @@ def _product_of_layer(x: Array, kernel: LayerKernel, inputs: int) -> Array:
 
 
 def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array, Array]]:
-    """Returns the result of `dense` and its residuals, for the forward rules of other functions.
+    """Returns the result of `dense` and the residuals that its backward rule reads.
 
-    These rules do not call `dense`, because its custom gradient would hide the product from the
-    policies of `remat_keep`.
+    The forward rules of other functions call this function instead of `dense`, because the custom
+    gradient of `dense` would hide the product from the policies of `remat_keep`.
     """
     used = kernel
     if inputs == 1 and kernel.ndim > 2 and kernel.dtype != x.dtype:
@@ -148,8 +148,8 @@ def input_gradient(kernel: Float[Array, "..."], dy: Float[Array, "..."], inputs:
     if is_sharded("heads") or not dispatch.policy().stores_transposes:
         axes = tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, kernel.ndim))
         return jnp.tensordot(dy, kernel, axes=axes)
-    # The kernel is first transposed by a copy. With 512 rows on a CPU, a matmul takes 1.2 to 1.4
-    # times as long if XLA has to read its second factor against the memory order.
+    # The kernel is first transposed by a copy. Otherwise, XLA would read the second factor of the
+    # matmul against its memory order. With 512 rows on a CPU, this takes 1.2 to 1.4 times as long.
     dx = jnp.matmul(_flatten_last(dy, outputs), transposed(_matrix(kernel, inputs)))
     return dx.reshape(*dy.shape[: dy.ndim - outputs], *kernel.shape[:inputs])
 

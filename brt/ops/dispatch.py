@@ -38,8 +38,8 @@ def _accepts_all(*_: Any, **__: Any) -> None:
     return None
 
 
-# The backends on which `auto` may select an implementation, by the name of the implementation. An
-# implementation that is missing here may be selected on all backends.
+# Maps the name of an implementation to the backends on which `auto` may select it. Implementations
+# that are missing here may be selected on all backends.
 _AUTO: dict[str, tuple[str, ...]] = {
     "pallas_tpu": ("tpu",), "pallas_gpu": ("gpu",), "xla_cpu": ("cpu",),
     "pallas_interpret": (), "reference": (),
@@ -79,15 +79,14 @@ class BackendPolicy(NamedTuple):
     # A matrix product is faster if a transposed factor is first stored in memory than if the
     # product reads the factor against its memory order.
     stores_transposes: bool = False
-    # The backend has no product of bfloat16 factors whose float32 result is transposed, so factors
-    # of such products are first converted to float32.
+    # The backend cannot multiply bfloat16 factors into a transposed float32 result, so the factors
+    # of such a product are first converted to float32.
     float32_factors: bool = False
     # A reshape merges the input axes and the output axes of weights, so that products with weights
     # and the weight gradients are computed as products of matrices.
     merges_rows: bool = False
     # If heads do not fill vector registers, projections to heads are computed as products of
-    # matrices. An array [..., heads, size of a head] would mostly be padding when it is stored or
-    # copied.
+    # matrices, because most of an array [..., heads, size of a head] would be padding in memory.
     flattens_small_heads: bool = False
     # A sum over many adjacent numbers is computed as the sum of several parts.
     splits_wide_sums: bool = False
@@ -153,7 +152,8 @@ def output_residual(x: Array, dtype: jnp.dtype | None = None) -> Array:
     """Returns a kernel's output, named so that the setting `remat_keep` can save it.
 
     Only forward rules of custom derivatives may call this function, because the named integers have
-    no gradient. If x already has the bits of the output as integers, `dtype` is the output's dtype.
+    no gradient. If x consists of integers with the bits of the output, `dtype` is the dtype of the
+    output. Otherwise, `dtype` is None.
     """
     # JAX inserts a `reduce_precision` after a saved array of floating-point numbers, which would
     # read and write the whole array once more. The array is therefore named as integers.
@@ -190,7 +190,7 @@ def policy() -> BackendPolicy:
 
 
 def for_backend(default: T, **by_backend: T) -> T:
-    """Returns the value whose keyword is the backend ('cpu', 'gpu', 'tpu'), or else `default`."""
+    """Returns the argument with the backend's name ('cpu', 'gpu', 'tpu'), or else `default`."""
     return by_backend.get(backend(), default)
 
 

@@ -1,11 +1,11 @@
 """Inverted dropout, whose masks are drawn in the fastest way for each backend.
 
-On CPUs, where the generator takes most of the time, one random byte decides each entry. On TPUs,
-random bytes take longer than random words of 32 bits. Compiling JAX's usual generator takes longer
-there than compiling all other parts of a train step, and the TPU's own generator draws the numbers
-of all devices on every device. On TPUs and GPUs, a hash of the key and of an entry's position
-therefore decides whether the entry is kept. Kernels of attention compute this hash themselves
-instead of reading a mask.
+On CPUs, where the generator takes most of the time, one random byte decides whether an entry is
+kept. On TPUs, random bytes take longer than random words of 32 bits. Compiling JAX's usual
+generator for TPUs takes longer than compiling all other parts of a train step, and the TPU's own
+generator draws the numbers of all devices on every device. On TPUs and GPUs, a hash of the key and
+of an entry's position therefore decides whether the entry is kept. Kernels of attention compute
+this hash themselves instead of reading a mask.
 """
 
 import dataclasses
@@ -132,9 +132,9 @@ def _draw_hash(
 
 
 def _position_terms(rows: Int[Array, " B"], shape: tuple[int, ...]) -> list[UInt32[Array, " _"]]:
-    """Returns, for each axis, the terms that its indices add to the positions of entries.
+    """Returns, for each axis, the term that each index on the axis adds to an entry's position.
 
-    A position is the index of an entry in the flattened array of all devices.
+    The position is the index of the entry in the flattened array of all devices.
     """
     sizes = [math.prod(shape[i:]) for i in range(len(shape) + 1)]
     each = rows, *(jnp.arange(n) for n in shape)

@@ -1,8 +1,9 @@
 """Dropout masks of matrices, packed to one bit per entry.
 
 A vector register of a TPU holds eight rows of a matrix. The masks of up to 32 consecutive registers
-are packed into one register of words: bit j of a word belongs to the same row and column of the
-j-th register. A kernel therefore unpacks them without moving data between rows or columns.
+are packed into one register of words. Bit j of the word in a row and column belongs to the entry in
+the same row and column of the j-th register. A kernel therefore unpacks the masks without moving
+data between rows or columns.
 """
 
 import math

@@ -19,8 +19,8 @@ def query_keys(dropout: Dropout, queries: int) -> UInt32[Array, "T 2"]:
 def draw_words(keys: UInt32[Array, "T 2"], lanes: int, each: int) -> Int[Array, "B 2 T"]:
     """Returns, for each query, two words for the hash that decides which of its weights are kept.
 
-    The first word depends on the row of the batch. `lanes` is the number of rows, and `each` is the
-    number of weights of a query in all heads.
+    The first word depends on the row of the batch. `keys` is the result of `query_keys`, `lanes`
+    the number of rows, and `each` the number of weights of a query in all heads.
     """
     row = rules.lane_indices(lanes).astype(jnp.uint32)[:, None]
     first = row * jnp.uint32(each * _GOLDEN % 2**32) + keys[None, :, 0]

@@ -111,7 +111,7 @@ def _by_expert(
 
     size, experts, tile = len(chosen), len(weights.into), dispatch.for_backend(128, cpu=32)
     count = size // len(x)
-    if size <= experts:  # A copy of each row's expert has fewer weights than all experts.
+    if size <= experts:  # A copy of an expert for each row needs no more memory than all experts.
         return jax.vmap(expert)((jnp.repeat(x, count, axis=0)[:, None], chosen))[:, 0]
     order = jnp.argsort(chosen)
     sizes = jnp.bincount(chosen, length=experts)

@@ -46,9 +46,9 @@ def gate(
     The kinds of gates are the following; f, i and the g of gru are computed from the features h:
 
       * fixed: g s + (1 - g) z with a learned constant g (equations 2-3);
-      * lstm: f s + i z, with biases of +1 and -1 so that the gate remembers at first (equation 4,
-        section 3.5);
-      * gru: g s + (1 - g) z, with a bias of +1, as in the original code of the paper.
+      * lstm: f s + i z; +1 and -1 are added to the biases of f and i, so that the gate remembers at
+        first (equation 4, section 3.5);
+      * gru: g s + (1 - g) z; +1 is added to the bias, as in the original code of the paper.
     """
     z = z.astype(jnp.float32)
     if kind == "fixed":

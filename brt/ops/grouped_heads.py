@@ -101,7 +101,7 @@ def summed_over_groups(x: Float[Array, "..."], groups: int, axis: int) -> Float[
     if members == 1:
         return x
     # The TPU compiler estimates that `jnp.sum` over the axis of members takes three times as long
-    # as these additions, and it would copy x to slice it after a reshape.
+    # as these additions. The slices have strides, because slices of a reshaped x would need a copy.
     parts = (
         jax.lax.slice_in_dim(x, member, None, stride=members, axis=axis)
         for member in range(members)

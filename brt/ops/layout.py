@@ -1,9 +1,9 @@
 """Transposes that are stored in memory, for XLA's CPU backend.
 
 That backend can fuse a transpose with a computation. The loop of the fusion then reads the array
-against its memory order, and a separate copy is three to eight times as fast. On other backends,
-and where an array is sharded, a transpose is only followed by an optimization barrier: to constrain
-the layout of a sharded array, XLA would gather the array on every device.
+against its memory order. A separate copy is three to eight times as fast. On other backends, and
+where an array is sharded, a transpose is only followed by an optimization barrier: to constrain the
+layout of a sharded array, XLA would gather the array on every device.
 """
 
 import jax

@@ -24,8 +24,8 @@ def lookup(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _lookup_sharded(table: Array, ids: Array, dtype: str, axis: str | None) -> Array:
-    # Each device converts its columns to `dtype`, which is usually smaller, before it gathers the
-    # columns of other devices.
+    # Each device converts its columns to `dtype`, usually a smaller dtype than that of the table,
+    # before it gathers the columns of other devices.
     whole = constrain(table.astype(dtype), axis, None)
     return _shard_by_lane(jnp.take(whole, ids, axis=0))
 

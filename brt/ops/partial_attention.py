@@ -55,9 +55,9 @@ def _backward(residuals: tuple, gradient: AttentionPart) -> tuple[Array, Array, 
     if dropout is not None:
         d_weights *= dropout.factors(weights.shape, weights.dtype)
     # The softmax's gradient needs, for each query, the sum over the keys of the weight times the
-    # weight's gradient. It equals the dot product of the output and the output's gradient, so no
-    # weights are read. On CPUs, an elementwise product and a sum would take six times as long as
-    # this einsum.
+    # weight's gradient. This sum equals the dot product of the output and the output's gradient,
+    # which reads no weights. On CPUs, an elementwise product and a sum would take six times as long
+    # as this einsum.
     mean = jnp.einsum("...k,...k->...", d_read, read)[..., None]
     mean -= gradient.lse[..., None] / sums
     d_values = matmul_tn(_dropped_weights(weights, values, dropout), d_read.astype(values.dtype))
@@ -84,7 +84,7 @@ def merge_parts(parts: Sequence[AttentionPart]) -> AttentionPart:
 
 
 def with_zero_values(part: AttentionPart, logits: Float[Array, "..."]) -> AttentionPart:
-    """Returns the part that results if keys whose values are zero are added to its softmax.
+    """Returns `part` after an addition of keys whose values are zero to its softmax.
 
     `logits` is the log-sum-exp of the logits of the added keys; it is broadcast.
     """

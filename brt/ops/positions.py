@@ -96,9 +96,9 @@ def bias_tile(
 ) -> Float[Array, "H Q S"]:
     """Returns T5's bias between each of Q consecutive queries and each of S consecutive keys.
 
-    The bias is looked up once for each offset, and each row of the tile is a slice of these biases.
-    The gradient is therefore a sum, not a scatter of Q x S entries. `first` is the position of key
-    0 minus the position of query 0.
+    The arguments `queries` and `keys` are Q and S. The bias is looked up once for each offset, and
+    each row of the tile is a slice of these biases. The gradient is therefore a sum, not a scatter
+    of Q x S entries. `first` is the position of key 0 minus the position of query 0.
     """
     bias = partial(offset_bias, table, max_distance=max_distance, both_ways=both_ways)
     if queries % _BLOCK or keys % _BLOCK or queries == _BLOCK:
@@ -143,7 +143,7 @@ def alibi_bias(
     window: int,
     attend_to_self: bool,
 ) -> Float[Array, "H W"]:
-    """Returns the bias of ALiBi (Press et al. 2022) in the order of `relative_bias`.
+    """Returns the bias of ALiBi (Press et al. 2022), with keys in the order of `relative_bias`.
 
     The fixed slopes of all heads are multiplied by the learned |scale|. No bias is below -|bound|,
     where `bound` is learned, too.
@@ -154,10 +154,10 @@ def alibi_bias(
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles by which rotary embeddings rotate R pairs of channels, times
-    `RotarySpeeds.factor`.
+    """Cosines and sines of the angles by which rotary embeddings rotate R pairs of channels.
 
-    The axis B exists only if the positions differ between the rows of a batch.
+    They are multiplied by `RotarySpeeds.factor`. The axis B exists only if the positions differ
+    between the rows of a batch.
     """
 
     cosines: Float[Array | np.ndarray, "*B T R"]
@@ -165,10 +165,10 @@ class Rotation(NamedTuple):
 
 
 class RotarySpeeds(NamedTuple):
-    """The angles in radians by which rotary embeddings rotate pairs of channels per token, and the
-    number by which rotated channels are multiplied.
+    """The angle in radians by which rotary embeddings rotate each pair of channels per token.
 
-    The angles are a tuple, so that a jitted function can have them as a static argument.
+    Rotated channels are also multiplied by `factor`. The angles are a tuple, so that a jitted
+    function can have them as a static argument.
     """
 
     radians: tuple[float, ...]
@@ -199,11 +199,10 @@ def rotations(first: int, count: int, speeds: RotarySpeeds) -> Rotation:
 
 
 def rotate(x: Float[Array, "B T H K"], rotation: Rotation) -> Float[Array, "B T H K"]:
-    """Returns x, in which each pair of channels (i, i + R) is rotated by the angle of its position.
-    Channels from 2 R on are not changed.
+    """Returns x with each pair of channels (i, i + R) rotated by the angle of the token's position.
 
-    The dot product of a rotated query and a rotated key depends on their positions only through the
-    distance.
+    Channels from 2 R on are not changed. The dot product of a rotated query and a rotated key
+    depends on their positions only through the distance.
     """
     size = 2 * rotation.cosines.shape[-1]
     cosines, sines = (
@@ -237,5 +236,5 @@ _quarter_turn.defvjp(lambda x: (_quarter_turn(x), None), lambda _, dy: (-_quarte
 
 
 def take_positions(rotation: Rotation, places: Int[Array, "*P"]) -> Rotation:
-    """Returns the rotations of the positions `places`, from a table whose row p is position p."""
+    """Returns the rotations of the positions `places`; row p of `rotation` is for position p."""
     return Rotation(*(jnp.take(jnp.asarray(part), places, axis=0) for part in rotation))

@@ -1,4 +1,4 @@
-"""Matrix products of batches of matrices, whose sums and results are float32.
+"""Products of batches of matrices, with float32 sums and results.
 
 The suffix of a name has a letter for each factor, as in BLAS: N for a factor as it is, T for a
 factor that is transposed.
@@ -31,8 +31,9 @@ einsum: Callable[..., Array] = partial(jnp.einsum, preferred_element_type=jnp.fl
 
 def einsum_float32(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Array:
     """Returns jnp.einsum(spec, a, b) in float32, for any order of the axes."""
-    # XLA's CPU backend has no product of bfloat16 factors whose float32 result is transposed. The
-    # result of float32 factors is the same, as products of bfloat16 numbers are exact in float32.
+    # XLA's CPU backend cannot multiply bfloat16 factors into a transposed float32 result. Factors
+    # that are converted to float32 have the same product, because the product of two bfloat16
+    # numbers is exact in float32.
     if dispatch.policy().float32_factors:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
@@ -97,7 +98,10 @@ def transposed_product(x: Float[Array, "*B D"], matrix: Float[Array, "V D"]) -> 
 def product_of_columns(
     x: Float[Array, "R D"], multiply: Callable[[Float[Array, "D R"]], Float[Array, "V R"]]
 ) -> Float[Array, "R V"]:
-    """Returns the products of a matrix and R vectors; `multiply` takes the vectors as columns."""
+    """Returns the products of a matrix and the R rows of x.
+
+    `multiply` computes the product of the matrix and these vectors as columns.
+    """
     # XLA's CPU backend is fastest at 8 to 32 vectors if the matrix [V, D] is the left factor, in
     # row-major order. Transposed copies of the few vectors and of their products cost little.
     return transposed(multiply(transposed(x)))

@@ -34,8 +34,8 @@ def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
 def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
     """Returns the sum of x over the last axis, which stays in the result with size 1."""
     parts, rest = divmod(x.shape[-1], _VECTOR_WIDTH)
-    # XLA's CPU backend would store an array of vectors of more than 32 numbers before the sum, so
-    # their parts of 32 numbers are added elementwise first.
+    # If vectors have more than 32 numbers, XLA's CPU backend would store x before the sum. Parts of
+    # 32 numbers are therefore first added elementwise.
     if dispatch.policy().splits_wide_sums and 1 < parts <= _MAX_PARTS and not rest:
         x = reduce(jnp.add, jnp.split(x, parts, axis=-1))
     return jnp.sum(x, axis=-1, keepdims=True)
@@ -45,7 +45,7 @@ def sequential_sum(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
     """Returns the sum of x over the first `axes` axes, by a loop that adds one term at a time.
 
     The loop is faster than `sum_leading` if one term, such as x[0, ..., 0], fills a processor's
-    cache. It makes XLA's CPU backend store x, instead of computing x a second time for the sum.
+    cache. The loop makes XLA's CPU backend store x, instead of computing x again for the sum.
     """
     if not can_merge_axes(axes):
         return jnp.sum(x, axis=tuple(range(axes)))

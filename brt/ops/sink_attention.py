@@ -1,9 +1,9 @@
 """Attention to the first tokens of a document (the sinks) after they have left the window.
 
 A decoder that was pretrained without a window attends strongly to the first tokens of its context
-(attention sinks, Xiao et al. 2023) and breaks without them. Their keys and values are therefore
-kept, at distances as if they stood right before the window: token p sees sink j at the distance
-min(p, F + S) - j, where F is the distance of the farthest key of a window.
+(attention sinks, Xiao et al. 2023) and breaks without them. The keys and values of the sinks are
+therefore kept, and count as if they stood right before the window: token p sees sink j at the
+distance min(p, F + S) - j, where F is the distance of the farthest key of a window.
 
 In shapes, N is the number of blocks of a segment, L the number of tokens of a block, S the number
 of sinks, H the number of heads of queries, and G the number of heads of keys. Each head of keys
@@ -36,8 +36,8 @@ def with_sinks(
     Args:
       part: the attention to the window.
       queries: already normalized and multiplied by any scale, but not rotated.
-      keys, values: of the first S tokens of each block's document, not rotated. The entries of
-        tokens that have not been read yet are ignored.
+      keys, values: the keys, not rotated, and the values of the first S tokens of the document to
+        which each block belongs. Entries of tokens that have not been read yet are ignored.
       places: the index of each token in its document.
       bias: the position bias of each head, which is the same for all sinks.
       farthest: F; sinks at this distance or nearer belong to the window and are masked here.

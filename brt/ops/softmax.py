@@ -21,7 +21,7 @@ def safe_softmax(logits: Float[Array, "*B S"]) -> Float[Array, "*B S"]:
 def softmax_and_lse(
     logits: Float[Array, "*B S"],
 ) -> tuple[Float[Array, "*B S"], Float[Array, "*B"]]:
-    """Returns `safe_softmax` and the float32 log-sum-exp, FLOOR where all logits are MASKED."""
+    """Returns `safe_softmax` and the float32 log-sum-exp (FLOOR where all logits are MASKED)."""
     logits = logits.astype(jnp.float32)
     top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), FLOOR)
     top = jax.lax.stop_gradient(top)

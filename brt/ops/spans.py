@@ -1,4 +1,4 @@
-"""Prediction of a span of a sequence, from each token's logits for being its start and its end."""
+"""Prediction of a span of tokens. Each token has a logit for the start and one for the end."""
 
 from typing import NamedTuple
 
@@ -32,8 +32,8 @@ def span_nats(
 def best_spans(logits: Float[Array, "B T 2"], allowed: Bool[Array, "B T"], longest: int) -> Spans:
     """Returns the span of 1 to `longest` allowed tokens with the highest sum of its two logits.
 
-    If several spans have this sum, the result is the first to start, and of these the shortest. The
-    allowed tokens must be contiguous.
+    If several spans have this sum, the result is the span that starts first. If several of them
+    start there, it is the shortest. The allowed tokens must be contiguous.
     """
     floor = jnp.finfo(logits.dtype).min
     start, end = (jnp.where(allowed, logits[..., i], floor) for i in range(2))

@@ -89,9 +89,9 @@ def l2_normalize_rows_backward(
 ) -> tuple[Float[Array, "*B R K"], Float[Array, "*B R 1"]]:
     """Returns the gradient of x and, for each row, the dot product of `gradient` and u = x / |x|.
 
-    `gradient` is the gradient of u. Both results are float32. The dot products give the gradient of
-    a scale. If `inverse` (1 / |x|) is None, it is computed again, which takes longer than the rest
-    of the function.
+    `gradient` is the gradient of u. Both results are float32. The caller computes the gradient of a
+    scale from the dot products. If `inverse` (1 / |x|) is None, it is computed again, which takes
+    longer than the rest of the function.
     """
     if inverse is None:
         direction, inverse = l2_normalize_rows(x)

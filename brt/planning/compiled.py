@@ -57,7 +57,7 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]
     body: str
     attributes: str
-    is_root: bool  # True if the result is the result of the computation
+    is_root: bool  # True if the computation returns the result of this instruction
 
     @property
     def shapes(self) -> list[Shape]:
@@ -126,7 +126,8 @@ class Module:
             return int(stated[1])
         condition = self.computations.get(loop.called("condition") or "", {})
         for instruction in condition.values():
-            # XLA itself writes loops over the shares of a sharded matrix; these loops count in u32.
+            # Loops of JAX count in signed integers. Loops that XLA itself inserts, which are over
+            # the shards of a matrix, count in u32.
             integer = re.match(r"[su](32|64)\[\]", instruction.type)
             if instruction.operation == "constant" and integer:
                 return int(instruction.body)
@@ -137,9 +138,9 @@ class Module:
     ) -> Iterator[tuple[str, Instruction, int]]:
         """Yields (name of its computation, instruction, number of executions) for each instruction.
 
-        These are the instructions that `computation` ("" stands for the entry) executes when it
-        runs `times` times, including those in its loops, branches and calls. Instructions within a
-        fusion are left out, because the fusion runs as one instruction.
+        They are all instructions that run when `computation` ("" stands for the entry) runs `times`
+        times, including the ones in its loops, branches and calls. Instructions within a fusion are
+        left out, because the fusion runs as one instruction.
         """
         computation = computation or self.entry
         for instruction in self.computations[computation].values():
@@ -191,7 +192,7 @@ def _closing(text: str) -> int:
 
 
 def product_flops(module: Module, computation: str, instruction: Instruction) -> float:
-    """Returns the FLOPs of the matrix products of an instruction, also of those inside a fusion."""
+    """Returns the FLOPs of an instruction's matrix products; a fusion may contain several."""
     if instruction.operation == "fusion":
         called = instruction.called("calls") or ""
         fused = module.computations[called].values()
@@ -366,9 +367,9 @@ def _sliced(module: Module, computation: str, name: str) -> int | None:
 
 
 def _updates(module: Module, called: str) -> list[int | None]:
-    """Returns how many bytes a fusion writes of each result that it updates in place.
+    """Returns how many bytes a fusion writes of each of its results; None if it writes all bytes.
 
-    For other results, the list has None.
+    The fusion writes only some bytes of results that it updates in place.
     """
     inside = module.computations[called]
     root = next(instruction for instruction in inside.values() if instruction.is_root)
@@ -416,7 +417,7 @@ class Overlaps:
     def __init__(self, module: Module):
         self.found: list[Overlap] = []
         self._module = module
-        self._work = 0.0  # cycles of all instructions so far; loops count once
+        self._work = 0.0  # cycles of all instructions so far; one in a loop counts once
         self._running: dict[str, Overlap] = {}
 
     def started(self, instruction: Instruction, times: int) -> Overlap | None:
@@ -547,8 +548,8 @@ class Costs(NamedTuple):
     unknown: tuple[str, ...] = ()  # names of Pallas kernels whose cycles are unknown
     instructions: tuple[InstructionGroup, ...] = ()  # most expensive first, without collectives
     overlaps: tuple[Overlap, ...] = ()  # collectives that run beside other instructions
-    # If the products or bytes of a Pallas kernel take longer at the chip's peak rates than the
-    # kernel's schedule, `parts` has the cycles at the peak rates. This is the sum of such cycles.
+    # The sum of the cycles of the Pallas kernels whose products or bytes take longer at the chip's
+    # peak rates than the kernel's schedule. For these, `parts` has the cycles at the peak rates.
     cycles_at_peak: float = 0.0
 
     @property
@@ -570,7 +571,7 @@ def costs(text: str, chip: str = "") -> Costs:
     collectives: dict[str, CollectiveCost] = collections.defaultdict(CollectiveCost)
     groups: dict[tuple[str, ...], InstructionGroup] = {}
     unknown, overlaps, at_peak = set(), Overlaps(module), 0.0
-    # The kind and the cost of each transfer between slices, by the name of the transfer.
+    # Maps the name of each transfer between slices to its kind and its cost.
     transfers: dict[str, tuple[str, CollectiveCost]] = {}
     for computation, instruction, times in module.executed_instructions():
         if transfer := _HOST_TRANSFER.search(instruction.attributes):
@@ -628,7 +629,7 @@ def part_of(source: str) -> str:
 
 
 def _neighbour(module: Module, computation: str, instruction: Instruction) -> str:
-    """Returns the `source` of an operand or a user of an instruction; "" if none has a source."""
+    """Returns the `source` of an operand or, if none has one, of a user; "" if no user has one."""
     inside = module.computations[computation]
     for operand in instruction.operands:
         if operand in inside and inside[operand].source:

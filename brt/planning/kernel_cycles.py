@@ -20,22 +20,22 @@ _CHIPS = "v4", "v5e", "v5p", "v6e"
 
 
 def _by_chip(table: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, int]]:
-    """Returns, for each kernel, the numbers of bundles by the name of the chip."""
+    """Returns, for each kernel, a dictionary from the name of a chip to the number of bundles."""
     return {kernel: dict(zip(_CHIPS, numbers, strict=True)) for kernel, numbers in table.items()}
 
 
 # A chip of type v4 or v5p has two cores. Each core runs half of the steps of a kernel's grid.
 _CORES = {"v4": 2, "v5p": 2}
-# BUNDLES has the number of bundles of a grid step in bfloat16, by kernel and chip. Bundles that are
-# executed only once in a pass are not included; PASS_BUNDLES has their number. A number of 0 means
+# BUNDLES has the number of bundles of a grid step in bfloat16, per kernel and chip. Bundles that
+# are executed only once in a pass are not included; PASS_BUNDLES has their number. 0 bundles mean
 # that the chip cannot or need not run the kernel. The numbers in a name are sizes of the arrays of
 # a grid step, such as queries, keys and head size. The compiler may produce different schedules for
 # the same kernel when other code changes; the table has the longest schedule that was observed.
 BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
     {
-        # The sizes of attention are heads, queries, keys and the width of all heads of a step. For
-        # documents with windows of 2,048 and heads of 128, the bundles of v5p and v6e are those of
-        # earlier versions of the kernels.
+        # The sizes of attention are heads, queries, keys and the width of all heads of a step. The
+        # kernels `document_attention_*1x2048x2048x128` were counted on v5p and v6e in an earlier
+        # version of their code.
         "window_attention_1x512x512x128": (3948, 2364, 2668, 1585),
         "window_attention_backward_1x512x512x128": (5955, 4173, 4440, 2853),
         "window_attention_dropout_1x512x512x128": (4628, 2488, 2830, 1674),

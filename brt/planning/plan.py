@@ -71,12 +71,13 @@ class Plan(NamedTuple):
     def step_seconds(self) -> dict[str, float]:
         """Lower bounds on the step time in seconds, by name; empty if the chip is unknown.
 
-        These four are times at the chip's peak rates: `products` of matrix products, `memory` of
-        memory traffic, `network` of collectives within slices, and `slices` of collectives between
-        slices. `roofline` is their maximum. `compiler` is the time of the estimated cycles plus
-        `network` and `slices`, less `covered_seconds`; it is missing if the cycles are not
-        estimated. Pallas kernels of GPUs do not state their FLOPs, so `products` is at least the
-        time of the FLOPs of the model.
+        - `products`, `memory`, `network` and `slices` are the times of matrix products, of memory
+          traffic, and of collectives within and between slices at the chip's peak rates. Pallas
+          kernels of GPUs do not state their FLOPs, so `products` is at least the time of the FLOPs
+          of the model.
+        - `roofline` is the maximum of these four.
+        - `compiler` is the time of the estimated cycles, plus `network` and `slices`, less
+          `covered_seconds`. It is missing if the cycles are not estimated.
         """
         chip = self.topology.chip
         if chip is None:
@@ -177,9 +178,9 @@ def compile_with_known_options(
 def shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, int, int | None]:
     """Returns the values that are needed to lower the train step and to report on it.
 
-    These are the config with all sizes filled in, the shapes of the run, a batch, the number of
-    positions of a whole step, and the FLOPs of a whole step (None if unknown). The data are read
-    only if sizes depend on the data.
+    The values are the config with all sizes filled in, the shapes of the run, a batch, and the
+    numbers of positions and of FLOPs (None if unknown) of a whole step. The data are read only if
+    sizes depend on the data.
     """
     task, reader = tasks.from_config(config), None
     batch = task.example_row(config) if task.sizes_are_configured(config) else None
@@ -187,8 +188,8 @@ def shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, int
         config, _, reader = runs.prepare(config)
         batch = reader.largest()
     shapes = runs.compute_shapes(config, topology.devices)
-    # The batch may have only some of the rows of the step. Its FLOPs and positions are therefore
-    # multiplied by `share`, the number of such batches in the step.
+    # The batch may have only some of the rows of a step. `share` is the number of such batches in a
+    # step, so the FLOPs and positions of the batch are multiplied by `share`.
     share = config.training.batch_size // len(jax.tree.leaves(batch)[0])
     flops = task.flops(config, batch)
     positions = reader.positions(batch) if reader else jax.tree.leaves(batch)[0].size
@@ -206,7 +207,7 @@ def _refused(error: Exception) -> ConfigError:
 
 
 def _bytes(tree: PyTree) -> int:
-    """Returns the bytes of one device's shards of all arrays."""
+    """Returns the bytes that the shards of all arrays take on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)

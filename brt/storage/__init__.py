@@ -2,7 +2,8 @@
 
 All code reads and writes local files. For a place in a bucket, these are the files of a `Mirror`,
 which copies objects when they are needed, and copies back what has changed. `of` returns the
-`Storage` of a path: such a mirror, or for other local files an object whose methods do nothing.
+`Storage` of a path. This is the mirror that the path belongs to, or, for all other local files, an
+object whose methods do nothing.
 """
 
 from brt.storage.inputs import matching as matching

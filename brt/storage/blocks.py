@@ -11,7 +11,7 @@ import numpy as np
 from brt.storage.objects import Bucket
 
 _BLOCK = 1 << 20  # bytes
-_KEPT = 256  # At least this number of parts of a file is kept in memory.
+_KEPT = 256  # Number of parts of a file that are kept in memory; `expect` may raise it.
 _THREADS = 32
 
 
@@ -19,9 +19,10 @@ class RemoteFile:
     """A file in a bucket, whose parts are copied when they are read or will probably be read.
 
     A part is a block of the file. If `bounds` (int64 [documents + 1], in bytes) says where
-    documents begin and end, blocks are divided there, so that a part belongs to one document. This
-    is useful because the rows of a batch read documents in random order. The `place` of a part is
-    the position of its first byte, and the position after its last byte.
+    documents begin and end, blocks are divided there, so that a part belongs to one document. As
+    the rows of a batch read documents in random order, bytes of a neighbouring document would
+    mostly be copied in vain. The place of a part is the pair (position of its first byte, position
+    after its last byte).
     """
 
     def __init__(self, bucket: Bucket, key: str, size: int, bounds: np.ndarray | None = None):
@@ -42,7 +43,7 @@ class RemoteFile:
         return content[start - places[0][0] :][:count]
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Begins to copy ranges that are read next, each a first byte and a number of bytes."""
+        """Begins to copy ranges that are read next; a range is (first byte, number of bytes)."""
         places = {place for start, count in ranges for place in self._places(start, count)}
         self._kept = max(_KEPT, 2 * len(places))
         for place in sorted(places):

@@ -29,8 +29,8 @@ class Lease:
     """Context that holds the lock of a run directory in a bucket; a thread renews it.
 
     `lost` is a sentence that says why the process does not hold the lock any more; "" while the
-    process holds it. `warn` is called with a message if a trainer has ended without releasing the
-    lock, or may have. ConfigError is raised if another trainer holds the lock.
+    process holds it. `warn` is called with a message if another trainer has ended without releasing
+    the lock, or may have done so. ConfigError is raised if another trainer holds the lock.
     """
 
     def __init__(self, bucket: Bucket, place: str, warn: Callable[[str], None]):

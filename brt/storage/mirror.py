@@ -5,9 +5,10 @@ checkpoints, are copied when they are asked for (`fetch`). `publish` copies a fi
 the file has changed since it was copied. `publish` deletes nothing in the bucket: a file that was
 deleted here stays there until `removed` deletes it.
 
-Objects cannot be renamed. A checkpoint therefore counts as complete when its manifest exists; the
-manifest is written last and deleted first. A local copy is deleted when the process ends. If the
-process was killed, the next process that makes a copy deletes the old one.
+In a bucket, a finished checkpoint cannot be marked by renaming it, because objects cannot be
+renamed. A checkpoint therefore counts as complete when its manifest exists; the manifest is written
+last and deleted first. A local copy is deleted when the process ends. If the process was killed,
+the next process that makes a copy deletes the old one.
 """
 
 import atexit
@@ -50,20 +51,20 @@ _LOCAL_OF_RUN = re.compile(r"(.*/)?(heartbeat|checkpoints/\d+\.(partial|deleted)
 _IN_CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/\d+/", re.DOTALL)
 _CHECKPOINT = re.compile(rf"((?:.*/)?checkpoints/\d+/){re.escape(MANIFEST)}", re.DOTALL)
 # Every run has these files after its first save. If one of them exists in the bucket, an empty list
-# of its objects is wrong.
+# of the bucket's objects is wrong.
 _ALWAYS = "config.json", "last_checkpoint.txt", "metrics.jsonl", "provenance.json"
 _HELD = ".held by brt"  # the lock file of a local copy
 _THREADS = 4  # This number of files is copied at a time.
 # Files that are larger than this number of bytes are copied back one at a time, because TensorStore
 # needs memory for three times the size of a file.
 _LARGE = 128 << 20
-# A trainer copies its changes back every _PUBLISH_SECONDS, or less often if this would take more
-# than _PUBLISH_SHARE of the time.
+# A trainer copies its changes back every _PUBLISH_SECONDS, or less often if the copying would take
+# more than _PUBLISH_SHARE of the time.
 _PUBLISH_SECONDS, _PUBLISH_SHARE = 10, 0.05
 
 
 class _Stamp(NamedTuple):
-    """The size and time of a local file, which show whether it has changed since it was copied."""
+    """Size and modification time of a local file, which show whether the file was changed."""
 
     size: int
     mtime: int
@@ -87,7 +88,7 @@ class Storage:
         """Copies small objects that are new or have changed since the last copy."""
 
     def fetch(self, directory: Path) -> None:
-        """Copies the missing files of a directory; of a checkpoint, only those in its manifest."""
+        """Copies the missing files of a directory (of a checkpoint, those in its manifest)."""
 
     def need(self, file: Path) -> None:
         """Copies a file from the bucket, unless the local copy has it."""
@@ -103,12 +104,12 @@ class Storage:
         """Copies changed files to the bucket."""
 
     def removed(self, path: Path) -> None:
-        """Deletes in the bucket what was deleted here, first the manifest of a checkpoint."""
+        """Deletes in the bucket what was deleted here; the manifest of a checkpoint goes first."""
 
     def publish_file(self, file: Path) -> None:
         """Copies a file to the bucket at once, even if `publish` leaves the file out.
 
-        It does not wait for other threads that copy files.
+        The method does not wait for other threads that copy files.
         """
 
     @contextlib.contextmanager
@@ -131,7 +132,7 @@ class Storage:
         return {"driver": "file", "path": f"{directory.absolute()}/"}
 
     def lock_file(self, file: Path) -> Path:
-        """Returns the file to lock instead of `file`, the same in all processes of this machine."""
+        """Returns the file to lock instead of `file`; all processes of the machine get the same."""
         return file
 
     def check(self) -> None:
@@ -163,7 +164,7 @@ class Mirror(Storage):
         self._probed: set[str] = set()
 
     def refresh(self) -> None:
-        if self._lease:  # The files of the lock's holder are newer than those in the bucket.
+        if self._lease:  # This process holds the lock, so its files are newer than the bucket's.
             return
         self._refresh()
 
@@ -248,7 +249,7 @@ class Mirror(Storage):
             self._known |= {k: s for k, s in self._uploaded.items() if stamps.get(k) == s}
             changed = [key for key, stamp in stamps.items() if self._known.get(key) != stamp]
             manifests = {key for key in self._known if _CHECKPOINT.fullmatch(key)}
-            # A checkpoint that is written anew is invalid meanwhile: its manifest is deleted first.
+            # A checkpoint is invalid while it is written anew, as its manifest is deleted first.
             self._delete(sorted(manifests.intersection(changed)))
             for batch in _in_order(changed):
                 with ThreadPoolExecutor(_THREADS, "publishing") as pool:
@@ -300,7 +301,7 @@ class Mirror(Storage):
                 self.bucket.delete(dict.fromkeys(sorted(others)))
 
     def _upload(self, key: str, path: Path) -> bytes | None:
-        """Writes a file to the bucket and returns its generation; None if it is gone."""
+        """Writes a file to the bucket and returns its generation; None if the file is gone."""
         self._confirm([key])
         with contextlib.ExitStack() as stack:
             try:
@@ -314,7 +315,8 @@ class Mirror(Storage):
             if not self._lease:
                 return self.bucket.write(key, content)
             # The bucket may write an object long after the lock was confirmed. Therefore a write
-            # replaces only a generation that this trainer knows, never one of the next trainer.
+            # replaces only a generation that this trainer knows, and never an object that the next
+            # trainer has written.
             known = self._generations.get(key, ABSENT) or self.bucket.generation(key)
             while (written := self.bucket.write(key, content, replaces=known)) is None:
                 self._check_now()
@@ -368,7 +370,7 @@ class Mirror(Storage):
 
     @contextlib.contextmanager
     def _published_regularly(self, warn: Callable[[str], None]) -> Iterator[None]:
-        """Context in which a thread copies back logs, and looks for requests to the run."""
+        """Context in which a thread copies changes back, and fetches new `CONTROL` files."""
         ended = threading.Event()
 
         def work() -> None:
@@ -457,8 +459,9 @@ def _without_halves(keys: Iterable[str]) -> list[str]:
 def _in_order(keys: Iterable[str]) -> list[list[str]]:
     """Returns keys in up to three groups, which are written one after the other.
 
-    Logs and arrays come first, then the manifests, which make checkpoints valid, then the files
-    that say that a checkpoint was saved or that prepared data are complete.
+    Logs, arrays and most other files come first. Then come the manifests, which make checkpoints
+    valid. Last come the files that say that a checkpoint was saved or that prepared data are
+    complete.
     """
 
     def rank(key: str) -> int:
@@ -486,8 +489,9 @@ _mirrors: dict[Path, Mirror] = {}
 def local(name: str | os.PathLike[str] | Place, asked: str = "") -> str:
     """Returns the local path of the directory of a run, a model or prepared data.
 
-    For a place in a bucket, it is the path of a copy, which has the small files below the place.
-    `asked` is as in `places.parse`. Failed requests raise the errors that `Bucket` describes.
+    If the directory is in a bucket, the result is the path of a copy that has the small files of
+    the directory. `asked` is as in `places.parse`. Failed requests raise the errors that `Bucket`
+    describes.
     """
     place = name if isinstance(name, Place) else parse(name, asked)
     if isinstance(place, str):
@@ -514,7 +518,7 @@ def opened(place: Place, *, of_run: bool = False) -> Mirror:
 
 
 def readable(name: str | os.PathLike[str], asked: str = "") -> str:
-    """Returns the local path of a file or directory; from a bucket, all of it is copied."""
+    """Returns the local path of a file or directory; all of it is copied if it is in a bucket."""
     place = parse(name, asked)
     if isinstance(place, str):
         return place
@@ -527,7 +531,7 @@ def readable(name: str | os.PathLike[str], asked: str = "") -> str:
 
 
 def writable(name: str | os.PathLike[str], asked: str = "", *, new: bool = False) -> str:
-    """Returns the local path to write to; if `name` is in a bucket, `publish` copies the files.
+    """Returns the local path to write to; `publish` copies its files if `name` is in a bucket.
 
     Existing objects are not copied to this machine. ConfigError is raised if the place may not be
     written to. For a `new` directory, it is also raised if the objects of the directory may not be
@@ -570,7 +574,7 @@ def of(path: Path) -> Storage:
 
 
 def publish_all() -> None:
-    """Copies back the changes of all mirrors; an error says where the failed copy is kept."""
+    """Copies back the changes of all mirrors. If this fails, the error says where they are kept."""
     for mirror in list(_mirrors.values()):
         try:
             mirror.publish()
@@ -594,7 +598,7 @@ atexit.register(discard_all)
 
 
 def _new_root() -> Path:
-    """Creates a directory for one copy, and deletes those that killed processes have left."""
+    """Creates a directory for one copy, and deletes the copies that killed processes have left."""
     place = user_cache.writable() / "buckets"
     user_cache.make(place)
     with (place / ".lock").open("ab") as turn:  # No other process sees `root` unlocked.

@@ -21,7 +21,7 @@ from brt.errors import BrtError, BucketError, ConfigError
 from brt.storage.places import BUCKETS, Place
 
 ABSENT = b"\x02"  # the generation of an object that does not exist, for TensorStore
-# A failed request is repeated for about a minute. A request has failed if nothing comes for 20 s.
+# A failed request is repeated for about a minute. A request has failed if no data arrive for 20 s.
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "16s"}
 _SILENCE = "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20"
 _RANGE = 64 << 20  # Large objects are read in ranges of this number of bytes.
@@ -93,7 +93,8 @@ class Bucket:
         while longer:
             end = start + _RANGE
             # If the object ends before a range does, TensorStore downloads the object, and then
-            # refuses the range. Therefore the last byte of the range is read first.
+            # refuses the range. Therefore the last byte of the range is read first, to see whether
+            # it exists.
             last = self._range(key, end - 1, end)
             piece = self._range(key, start, end if last else None) or self._range(key, 0, 0)
             generations = {generation, *(found and found.generation for found in (last, piece))}
@@ -111,7 +112,7 @@ class Bucket:
         return found
 
     def _range(self, key: str, start: int, end: int | None) -> Object | None:
-        """Returns bytes of an object; None if the object does not have all of them.
+        """Returns the bytes from `start` to `end`; None if the object lacks some of them.
 
         Raises FileNotFoundError if the object does not exist.
         """
@@ -129,10 +130,10 @@ class Bucket:
     def write(self, key: str, content: bytes, *, replaces: bytes | None = None) -> bytes | None:
         """Writes an object and returns its generation.
 
-        With `replaces`, the object is written only if it still has this generation. With `replaces`
-        = ABSENT, it is written only if it does not exist. None is returned if it is not written.
-        Other processes must not write the same content, because equal content counts as proof that
-        this request was carried out.
+        With `replaces`, the object is written only if it still has this generation, or, with
+        `replaces` = ABSENT, only if it does not exist. If the object is not written, the result is
+        None. Other processes must not write the same content, because equal content counts as proof
+        that this request was carried out.
         """
         with self._explained(key, "write"):
             stamp = self._store.write(key.encode(), content, if_equal=replaces).result()
@@ -165,8 +166,8 @@ class Bucket:
             return self._store.write(key.encode(), None, if_equal=generations[key])
 
         stamps = list(self._several(begin, generations, action="delete"))
-        # A repeated request is refused, too, if the answer to the first one was lost. The object is
-        # then gone.
+        # If the answer to a request was lost, TensorStore repeats the request. The repetition is
+        # refused, but the object is gone.
         return [key for key, stamp in stamps if not stamp.generation and self.exists(key)]
 
     def exists(self, key: str) -> bool:
@@ -180,7 +181,7 @@ class Bucket:
     def probe(self, key: str, *, listed: bool = False) -> None:
         """Raises an error unless objects below a key can be written and, with `listed`, listed.
 
-        An object is written for this, and deleted.
+        To find out, the method writes an object and deletes it.
         """
         name = f"{key}/.brt.{secrets.token_hex(8)}.partial".removeprefix("/")
         try:
@@ -198,8 +199,8 @@ class Bucket:
     def keys(self, prefix: str = "") -> list[str]:
         """Returns the keys that begin with `prefix`; an empty list may mean a refusal.
 
-        For gs://, TensorStore returns what it has found so far if a list is refused. Therefore
-        the list is requested again from its last key on, until it has only this key.
+        For gs://, TensorStore returns what it has found so far if a list is refused. Therefore the
+        list is requested again from the last key on, until the answer has only this key.
         """
         begin = prefix.encode()
         end = begin[:-1] + bytes([begin[-1] + 1]) if begin else b""

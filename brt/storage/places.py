@@ -16,7 +16,7 @@ from brt.redaction import redacted
 
 BUCKETS = {"gs": "gcs", "s3": "s3"}  # TensorStore's drivers, by the scheme of a URL
 # Path("gs://bucket") is "gs:/bucket", so one slash is enough. Sources such as tfds:NAME/SPLIT have
-# none behind the colon.
+# no slash behind the colon.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 _SLASHLESS = re.compile(r"\s*(gs|s3|file):", re.IGNORECASE)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
@@ -25,7 +25,7 @@ _LONGEST_KEY = 1024  # bytes, the limit of both services
 
 
 class Place(NamedTuple):
-    """What a URL of a bucket names: an object, or all objects whose keys begin with `key`/."""
+    """What a URL names in a bucket: an object, or all objects whose keys begin with `key`/."""
 
     scheme: str
     bucket: str
@@ -38,12 +38,12 @@ class Place(NamedTuple):
 def parse(
     name: str | os.PathLike[str], asked: str = "", *, hub: bool = False, saved: bool = False
 ) -> Place | str:
-    """Returns the place that a name stands for, if it is in a bucket, or else a local path.
+    """Returns a `Place` if a name stands for something in a bucket, and else a local path.
 
     With `hub`, the place may also be on the Hugging Face Hub. Names of other kinds, such as
-    tfds:NAME/SPLIT, count as paths. ConfigError, which names the setting or argument `asked`, is
-    raised for other URLs and for impossible names. With `saved`, no $VARIABLE is expanded, because
-    the name may come from somebody else's run.
+    tfds:NAME/SPLIT, count as paths. Other URLs and impossible names raise ConfigError, whose
+    message begins with `asked`, the name of a setting or argument. With `saved`, no $VARIABLE is
+    expanded, because the name may come from somebody else's run.
     """
     text, where = os.fspath(name), f"{asked}: " if asked else ""
     if not _URL.match(text):

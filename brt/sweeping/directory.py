@@ -120,8 +120,8 @@ class PointDirectory:
         with explain_write_errors(path), contextlib.ExitStack() as stack:
             file = stack.enter_context(durable.open_file(path, "ab", below=below))
             try:
-                # The result, False if the file system does not support locks, is ignored, because
-                # brt.train warns about such file systems.
+                # `acquire_lock` returns False if the file system does not support locks. This
+                # result is ignored, because brt.train warns about such file systems.
                 durable.acquire_lock(file)
             except BlockingIOError:
                 return None
@@ -140,7 +140,7 @@ class PointDirectory:
 
 
 def check_unchanged(workdir: Path, points: Sequence[Point]) -> None:
-    """Raises ConfigError if the directory of a point was created for a config that has changed."""
+    """Raises ConfigError if the directory of a point was created for another config."""
     for point in points:
         directory = PointDirectory(workdir / point.directory)
         saved = directory.config()

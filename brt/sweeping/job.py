@@ -111,7 +111,7 @@ def failure_reason(command: Command) -> str:
 
 
 def explain(code: int, text: str) -> str:
-    """Returns why a command with the output `text` failed; `code` is -N if signal N ended it."""
+    """Returns why a command with this exit code (-N after signal N) and output `text` failed."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [
         line.removeprefix("brt: error: ") for line in lines if line.startswith("brt: error: ")
@@ -137,7 +137,7 @@ class _Job:
     slot: int
     lock: IO[bytes]  # an open file that locks the point until the point leaves the slot
     begin: float  # when the command started, as `time.monotonic` measures it
-    progress: PointProgress  # of the point when the command started
+    progress: PointProgress  # the point's progress when the command started
     command: Command
     asked_to_stop: bool = False  # True after the command was sent SIGTERM
 
@@ -152,7 +152,8 @@ class Runner:
     def __init__(self, workdir: Path, split: str, jobs: int, say: Callable[[str], None]):
         self._workdir, self._split, self._jobs, self._say = workdir, split, jobs, say
         self._running: list[_Job] = []
-        self._announced: set[int] = set()  # numbers of points that other processes run
+        # The numbers of the points that were already reported as run by another process.
+        self._announced: set[int] = set()
 
     def run(self, points: Sequence[Point]) -> None:
         """Trains and evaluates points until all have ended or a signal has stopped them."""
@@ -318,8 +319,8 @@ def write_report(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
 
 def _prepare(workdir: Path, points: Sequence[Point], split: str) -> None:
     """Prepares each dataset once, so that parallel points do not do the same work."""
-    # A point that has started has prepared its data already, and the weights that it started from
-    # may be gone.
+    # A point with checkpoints is left out: it has prepared its data already, and the weights that
+    # it started from may be gone.
     datasets = {}
     for point in points:
         if reader.present(Workdir(workdir / point.directory).checkpoints):
@@ -352,7 +353,7 @@ def _conclude(workdir: Path, points: Sequence[Point], runner: Runner) -> None:
 
 @contextlib.contextmanager
 def _report_lock(workdir: Path) -> Iterator[None]:
-    """Lets one process at a time write the report: jobs of a SLURM array may end simultaneously."""
+    """Lets one process at a time write the report, as jobs of a SLURM array may end together."""
     path = workdir / ".report.lock"
     with contextlib.ExitStack() as stack:
         with explain_write_errors(path):

@@ -53,7 +53,10 @@ class NamedPoint(NamedTuple):
     seeds: tuple[int, ...] = ()  # the values of Training.seed; () for those of the grid
 
     def grid(self, common: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-        """Returns the grid `common` of the sweep; `seeds` replace the values of Training.seed."""
+        """Returns the grid of the point, which is `common`, the grid of the sweep.
+
+        If the point has `seeds`, they replace the values of Training.seed in this grid.
+        """
         return {**common, SEED: self.seeds} if self.seeds else dict(common)
 
 
@@ -244,10 +247,10 @@ class Point(NamedTuple):
 
     number: int  # the index of the point in the sweep, from 0
     name: str  # the name for people, which contains the values that distinguish the point
-    # The name of the point's directory: `name`, in which characters that some file systems or
-    # shells do not accept are replaced.
+    # The name of the point's directory. It is `name` with replacements for characters that some
+    # file systems or shells do not accept.
     directory: str
-    group: str  # the name without the seed, which points that differ only in the seed share
+    group: str  # `name` without the seed; points that differ only in the seed have the same group
     bindings: dict[str, Any]  # all settings that differ between points, by `Section.field`
     resolved: Resolved  # the config, with the origin of each value
 
@@ -259,7 +262,7 @@ class Point(NamedTuple):
 def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
     """Returns every point of a sweep.
 
-    From point to point, the values from the grid change fastest, and the named point slowest.
+    The points are ordered by the named point, then by the sample, then by the values of the grid.
     `resolve` returns the config of a run; its arguments are bindings, which override all others,
     and the paths of .gin files to include.
 

@@ -48,8 +48,8 @@ class Row(NamedTuple):
     status: str  # as in `PointProgress`
     reason: str  # why the point failed or was stopped; "" for other points
     metrics: dict[str, float]  # the metrics by which the task compares runs, by name
-    # For documents with questions about facts (memory tasks), the percentage of exactly predicted
-    # answers by the distance from fact to answer in windows; otherwise empty.
+    # Maps the distance from a fact to the answer that repeats it, in windows, to the percentage of
+    # exactly predicted answers. Empty if the documents are not from a memory task.
     answers: dict[int, float]
     # The bits and the bytes of each document; None if the evaluation has none.
     documents: Float[np.ndarray, "2 N"] | None
@@ -133,8 +133,8 @@ def reference(groups: Sequence[Group], baseline: str) -> Group:
     """Returns the group with which the other groups are compared.
 
     `baseline` is the name of a group, the beginning of such a name up to a comma, or the name of a
-    point. The result is the first group that has this name or point, or the first of all groups if
-    none has it.
+    point. The result is the first group that has this name or point. If there is no such group, it
+    is the first of all groups.
     """
     for g in groups:
         names = {g.name, *(row.point.name for row in g.rows)}
@@ -342,7 +342,7 @@ def trade_off(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure
 
 
 def bars(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
-    """Returns a plot with a bar for the mean of each group's metric, and a dot for each run."""
+    """Returns a plot of a metric, with a bar for the mean of each group and a dot for each run."""
     figure, (axes,) = new_figure(1, height=1.6 + 0.35 * len(groups))
     places = range(len(groups))
     axes.barh(places, [g.metrics[metric.name] for g in groups], color=_BAR, alpha=0.6, height=0.65)
@@ -552,7 +552,7 @@ def _distances(groups: Sequence[Group]) -> list[str]:
 
 
 def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
-    """Returns CSV with a line for each point: its results, and the settings that differ."""
+    """Returns CSV with a line for each point: its results, and the settings that vary."""
     relative = {g.name: (g.step_seconds, g.relative_step_time) for g in groups}
     fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))
     metrics = [metric.name for metric in table_metrics(rows)]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Tasks(UserDict[str, Any]):
-    """The tasks by name. A value is a task, or "module:class" until its first look-up."""
+    """Maps names to tasks. A value is the text "module:class" until it is first looked up."""
 
     def __getitem__(self, name: str) -> "Task":
         value = self.data[name]
@@ -68,9 +68,10 @@ def by_name(name: str) -> "Task":
 def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
     """Raises ConfigError for settings that the task rejects, or that would have no effect.
 
-    A setting that only other tasks read has no effect. It is accepted if it is bound to its
-    default. `origins` maps the name of each bound setting to the place that binds it: a file and
-    line, or a flag. If `origins` is None, settings without an effect are not looked for.
+    A setting that only other tasks read has no effect. It is rejected only if it is bound to
+    another value than its default. `origins` maps the name of each bound setting to the place that
+    binds it: a file and line, or a flag. If `origins` is None, settings without an effect are not
+    looked for.
     """
     task = from_config(config)
     # If a run starts from weights, the weights determine some settings. These settings are not
@@ -98,7 +99,7 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
 
 
 def unread_sections(config: Config) -> set[str]:
-    """Returns the config sections that only other tasks read, which printed configs leave out."""
+    """Returns the config sections that only other tasks read; printed configs omit them."""
     every = set().union(*map(_sections, TASK_SECTIONS))
     return every - _sections(config.training.task)
 

@@ -24,7 +24,7 @@ class Dataset(Protocol):
 
     directory: Path
     tokenizer: Any  # the tokenizer, or another object that encoded the data
-    splits: dict[str, Any]  # the opened documents or rows of each split, by its name
+    splits: dict[str, Any]  # the opened documents or rows of each split, by split name
 
     def split(self, name: str) -> Any:
         """Returns the opened documents or rows; raises DataError if there is no such split."""
@@ -36,7 +36,7 @@ class Dataset(Protocol):
 class LossInputs(NamedTuple):
     """Everything that the loss of a batch depends on, except for the config and the parameters."""
 
-    batch: Any  # what the task's reader yields for a step, or a microbatch of it
+    batch: Any  # the batch that the task's reader yields for a step, or a part of it
     key: Array | None = None  # random key of the step
     carry: PyTree[Array] = ()  # caches and recurrent states, as in `Task.initial_carry`
     model_state: PyTree[Array] = ()  # values that are learned without gradients
@@ -66,7 +66,7 @@ class OtherModel(NamedTuple):
 
 
 class EvaluationRequest(NamedTuple):
-    """The split that an evaluator reads, and how it evaluates models on it."""
+    """The split that an evaluator reads, and the options of the evaluation."""
 
     config: Config  # config of the model, with all sizes filled in
     dataset: Dataset
@@ -76,17 +76,17 @@ class EvaluationRequest(NamedTuple):
     # Part of the carry ("cache", "state", "memory", or "both" for all three) that a second
     # evaluation resets before every segment; None for no second evaluation.
     ablate: str | None = None
-    # True also evaluates the whole split with the exact attention that the model's attention
+    # True if the whole split is also evaluated with the exact attention that the model's attention
     # approximates.
     compare_exact: bool = False
-    # Window sizes in tokens. A language model is evaluated once with each of them; an empty tuple
-    # evaluates once, with Model.window.
+    # Window sizes in tokens. A language model is evaluated once with each of these sizes. If the
+    # tuple is empty, the model is evaluated once, with Model.window.
     windows: tuple[int, ...] = ()
     # A language model with which the evaluated model is compared token by token on the same
     # documents; None for no comparison. If there is another model, `ablate` names a part of that
     # model's memory.
     other: OtherModel | None = None
-    # True also generates a completion for each prompt of the split, and scores the completions.
+    # True if a completion is also generated for each prompt of the split, and scored.
     generate: bool = False
 
 
@@ -112,7 +112,7 @@ class Inspection(NamedTuple):
 
 
 class Control(NamedTuple):
-    """Functions that an evaluation calls regularly: one may stop it, the other reports progress."""
+    """The functions `stop` and `progress`, which an evaluation calls regularly."""
 
     stop: Callable[[], object] = lambda: None  # Returns a true value if the evaluation has to stop.
     # Receives the number of units (such as tokens) that were read since the last call.
@@ -127,13 +127,13 @@ class Evaluator(Protocol):
     """Evaluates models on one split of the data.
 
     The variables (the learned arrays of the model) are an argument, so that training can evaluate
-    the model repeatedly with one evaluator. The first call compiles.
+    the model repeatedly with one evaluator. The first call compiles the programs.
     """
 
     total: int  # number of units to read, as passed to `Control.progress`
     unit: str  # "tok" or "row"
-    # True if an evaluation with `whole=False` reads only a part of the data. Its metrics cannot be
-    # compared with the metrics of a whole evaluation.
+    # True if an evaluation with `whole=False` reads only a part of the data. The metrics of such an
+    # evaluation cannot be compared with those of a whole one.
     partial: bool
 
     def __call__(
@@ -154,7 +154,7 @@ class Evaluator(Protocol):
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Computes the loss of each token of single texts. The first call compiles."""
+    """Computes the loss of each token of single texts. The first call compiles the programs."""
 
     def __call__(self, variables: Variables, tokens: np.ndarray) -> Float[np.ndarray, " T"]:
         """Returns the loss in nats of each token of a document; `tokens` do not include BOS."""

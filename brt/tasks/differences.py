@@ -36,10 +36,11 @@ def position_ranges(starts: Sequence[int], length: int) -> np.ndarray:
 
 
 def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) -> Difference:
-    """Returns the bits per unit of an evaluation of documents, minus those of another evaluation.
+    """Returns the difference in bits per unit between two evaluations of the same documents.
 
-    `nats`, `other` and `sizes` have each document's nats in the two evaluations and its number of
-    units. Nats and units are summed before the division. The interval uses Student's distribution
+    `nats` has the nats of each document in one evaluation, `other` has those in the other
+    evaluation, which are subtracted, and `sizes` has the number of units of each document. Nats and
+    units are summed over documents before the division. The interval uses Student's distribution
     and says how much the difference would vary with other documents of the same kind.
     """
     return difference_of_runs(nats[None], other[None], sizes)

@@ -54,8 +54,8 @@ class EncoderTask(Task):
     head: ClassVar[str]  # name of the head in `brt.models.encoder.HEADS`
     frames: ClassVar[bool] = False  # True if the encoder reads feature vectors instead of tokens
     exports = True
-    # If Training.label_smoothing has no effect on the targets, a noun for these targets, which the
-    # error message contains; otherwise "".
+    # If Training.label_smoothing has no effect on the targets of the task, this is a word for the
+    # targets, such as "spans", for an error message. Otherwise it is "".
     unsmoothed: ClassVar[str] = ""
     evaluator_class: ClassVar[type[Any]]  # is called with the task and an `EvaluationRequest`
 
@@ -83,7 +83,7 @@ class EncoderTask(Task):
             config.attention.check_length(length, f"{name} = {length}")
 
     def lengths(self, config: Config) -> dict[str, int]:
-        """Returns the maximum numbers of tokens that the encoder reads, by the setting's name."""
+        """Returns the length limits of the encoder's input, in tokens, by name of the setting."""
         return {"Data.max_length": getattr(config, self.data).max_length}
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class EncoderTask(Task):
     def predict(
         self, config: Config, params: PyTree[Array], batch: Any, key: Array | None = None
     ) -> Float[Array, "B ..."]:
-        """Returns the head's logits [B, ...] for a batch, whose field `valid` is False for padding.
+        """Returns the head's logits [B, ...] for a batch; `batch.valid` is False for padding.
 
         `key` is the random key of a training step. Without a key, there is no dropout, and kinds of
         attention that draw random numbers draw the same ones in every call.
@@ -123,7 +123,7 @@ class EncoderTask(Task):
         return logits
 
     def flops(self, config: Config, batch: Any) -> int | None:
-        """Returns None if the attention is not exact, because brt counts only exact attention."""
+        """Returns None if the attention is not exact; brt cannot count the FLOPs of other kinds."""
         if with_exact_attention(config) is not None:
             return None
         rows, length = (batch.scored if isinstance(batch, Batch) else batch.valid).shape
@@ -153,8 +153,9 @@ class EncoderTask(Task):
         """Returns shell commands that evaluate a run, and that train on the user's own data.
 
         The first command evaluates the run as it was trained, the second one with exact attention.
-        `what` describes the user's data, and `file` is a name for a file of such data. The training
-        reads the file `gin_file` in configs/runs/, and `more` has its further flags.
+        `what` describes the user's data, and `file` is a name for a file of such data. The last
+        command, which trains, reads the file `gin_file` in configs/runs/; `more` has its further
+        flags.
         """
         evaluate = f"python -m brt.evaluate --workdir={workdir} --split=test"
         return [
@@ -215,7 +216,8 @@ class EncoderTask(Task):
         """Returns the config with the larger of two vocabulary sizes: that of the weights, and the
         number of ids that the task needs for its tokenizer.
 
-        The tokenizer of converted weights is not known. Therefore their vocabulary size must equal
+        It is not known with which tokenizer converted weights were trained. To detect most other
+        tokenizers, this method therefore requires that the vocabulary size of such weights equals
         the number of ids that the task needs. An encoder of feature vectors has no vocabulary.
         """
         known, ids = weights.model.vocab_size, self.required_vocab_size(tokenizer)
@@ -256,8 +258,8 @@ class TimedFunction:
     """A function that is compiled for each shape of batch, and whose calls are timed.
 
     The function takes parameters, a batch (with the fields `valid` and `row`), and possibly further
-    arrays. `seconds` is the time of its calls, without compilation, and `inputs` is the number of
-    tokens or frames that it has read, without padding.
+    arrays. `seconds` is the time of all calls, without compilation. `inputs` is the number of
+    tokens or frames that the calls have read, without padding.
     """
 
     def __init__(self, function: Callable[..., PyTree[Array]]):
@@ -296,8 +298,8 @@ class HeadEvaluator(abc.ABC):
     """Base class of the evaluators of encoder tasks.
 
     Rows are evaluated in batches, and one program is compiled for each padded length. An evaluation
-    that is called with `whole=False` also reads all rows, but not a second time with exact
-    attention.
+    that is called with `whole=False` reads all rows, too, but only once: it leaves out the second
+    reading, with exact attention.
     """
 
     # Name and format of the metric whose value with exact attention is appended to the summary.
@@ -391,7 +393,7 @@ class HeadEvaluator(abc.ABC):
         limit: int,
         control: Control,
     ) -> HeadResult | None:
-        """Returns the result for at most `limit` rows (one batch); for all rows if `limit` is 0.
+        """Returns the result for the first `limit` rows (one batch), or for all if `limit` is 0.
 
         Returns None if `control` stopped the evaluation.
         """

@@ -119,7 +119,7 @@ class Task(abc.ABC):
     def unrolls_layers(self, config: Config) -> bool:
         """Returns True if accelerators run the layers one by one, without a loop over layers.
 
-        Only a loop needs arrays in which the arrays of several layers are stacked.
+        If there is no loop, a train step need not stack the arrays of several layers in one array.
         """
         return not getattr(getattr(config, self.model), "remat", False)
 
@@ -141,14 +141,14 @@ class Task(abc.ABC):
         return getattr(config, self.model).vocab_size > 0
 
     def required_vocab_size(self, tokenizer: Tokenizer) -> int:
-        """Returns the number of ids that the model needs: the tokenizer's, and a mask if used."""
+        """Returns how many ids the model needs: the tokenizer's, and one for a mask if used."""
         return tokenizer.vocab_size
 
     def example_row(self, config: Config) -> Any:
         """Returns a batch of one row that is as long as a training row can be.
 
-        brt computes from it, without data, how much memory a step needs. The result is None if the
-        shape of rows depends on the data.
+        With this batch, brt computes how much memory a step needs, without reading data. The result
+        is None if the shape of rows depends on the data.
         """
         return None
 
@@ -200,15 +200,15 @@ class Task(abc.ABC):
         """Returns an evaluator; raises ConfigError if the model lacks the part `request.ablate`."""
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the values in a report that are logged as curves: those of `metrics`, by name."""
+        """Returns the values of `metrics` in a report, by name; they are logged as curves."""
         values = {metric.name: report.get(metric.name) for metric in self.metrics}
         return {name: value for name, value in values.items() if value is not None}
 
     def probe(self, config: Config) -> ProbeFunction | None:
         """Returns a function that computes metrics from the parameters and the carry, or None.
 
-        Training logs the metrics, which are scalars by tag, every Training.probe_every steps. None
-        means that the task has no such metrics.
+        The metrics are scalars by tag. Training logs them every Training.probe_every steps. The
+        result is None if the task has no such metrics.
         """
         return None
 

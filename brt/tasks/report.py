@@ -35,8 +35,8 @@ class EvaluationResult(NamedTuple):
     # The report for people. Commands print "<workdir>, step <step>, <split>: " before it, without a
     # line break, so the first line of the report has to continue that beginning.
     text: str
-    # Suffix of the names of the files to which the result is written, such as "_windows"; "" if a
-    # single model was evaluated with the settings of training.
+    # Suffix for the names of the result's files, such as "_windows"; "" if a single model was
+    # evaluated with the settings of training.
     name: str = ""
     draw: Callable[[], bytes] | None = None  # content of a PNG file with a plot
     page: Callable[[], str] | None = None  # an HTML page

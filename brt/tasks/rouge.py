@@ -108,8 +108,8 @@ def rouge_l(reference: Words, prediction: Words) -> Score:
     """Returns ROUGE-L of the words of a reference summary and of a predicted summary.
 
     Precision is the length of the longest common subsequence of the two lists of words, divided by
-    the number of words of the prediction; recall is the length, divided by the number of words of
-    the reference.
+    the number of words of the prediction; recall is the same length, divided by the number of words
+    of the reference.
     """
     length = _rises(reference, prediction)[-1].bit_count()
     return _score(length, len(reference), len(prediction))
@@ -120,10 +120,10 @@ def rouge_l_sum(reference: Sequence[Words], prediction: Sequence[Words]) -> Scor
 
     Each sentence of the reference has a longest common subsequence with each sentence of the
     prediction. A word of the reference's sentence is a hit if at least one of these subsequences
-    contains the word. As in ROUGE-1.5.5, a word has at most as many hits as occurrences in the
-    reference, and at most as many as occurrences in the prediction. Precision is the number of all
-    hits, divided by the number of words of the prediction; recall is this number, divided by the
-    number of words of the reference.
+    contains the word. As in ROUGE-1.5.5, a word is counted as a hit at most as often as it occurs
+    in the reference, and at most as often as it occurs in the prediction. Precision is the number
+    of all hits, divided by the number of words of the prediction; recall is this number, divided by
+    the number of words of the reference.
     """
     unused = [Counter(word for words in text for word in words) for text in (reference, prediction)]
     totals = [counts.total() for counts in unused]
@@ -173,7 +173,7 @@ def _length(rises: int, j: int) -> int:
 def _common(a: Words, b: Words) -> list[int]:
     """Returns the indices in `a` of a longest common subsequence of `a` and `b`.
 
-    If there are several such subsequences, it is the one that the package rouge-score chooses.
+    If there are several such subsequences, the result is the one that rouge-score chooses.
     """
     rises, i, j, indices = _rises(a, b), len(a), len(b), []
     while i and j:
@@ -259,7 +259,7 @@ class RougeProtocol(NamedTuple):
         return [word for word in (stem(w) if len(w) > 3 else w for w in words) if word]
 
     def score(self, reference: str, prediction: str) -> dict[str, Score]:
-        """Returns "rouge1", "rouge2", "rougeL" and "rougeLsum", all 0 if one text has no words."""
+        """Returns the scores by name, such as "rougeL". All are 0 if one text has no words."""
         texts = reference, prediction
         words = self.words(reference), self.words(prediction)
         split = [[self.words(sentence) for sentence in self.split(text)] for text in texts]
@@ -301,8 +301,8 @@ def aggregate(scores: Sequence[Mapping[str, Score]]) -> dict[str, dict[str, floa
 
     The entries `low` and `high` are the confidence interval of the mean F1. It is estimated by the
     bootstrap: percentiles of the means of many samples of the documents, drawn with replacement.
-    The other entries are means over the documents themselves. In their place, the class
-    BootstrapAggregator of the package rouge-score returns medians of the samples' means, and the
+    The other entries are means over the documents themselves. The class BootstrapAggregator of the
+    package rouge-score returns medians of the samples' means instead. brt does not, because the
     random choice of samples changes these medians in the second decimal of a percentage. Raises
     DataError if there are no documents.
     """

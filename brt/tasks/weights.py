@@ -90,7 +90,7 @@ def merge_weights(
 
     Args:
       optional: prefixes of names that the weights may lack, such as the prefix of the head.
-      drop_optional: True ignores the weights whose names begin with a prefix in `optional`.
+      drop_optional: True if weights whose names begin with a prefix in `optional` are ignored.
       growing: name of an array that may have more rows in the model than in the weights; the
         additional rows are newly initialised.
     """

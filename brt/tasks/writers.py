@@ -21,8 +21,8 @@ class WriteOptions(NamedTuple):
     sampling: Sampling | None = None
     max_tokens: int | None = None
     seed: int | None = None
-    stop: tuple[str, ...] = ()  # the text ends before the first occurrence of any of these
-    # True encodes the name of a special token in the prompt as this token, not as ordinary text.
+    stop: tuple[str, ...] = ()  # the text ends before the first of these strings that occurs
+    # True if names of special tokens in the prompt stand for these tokens, not for ordinary text.
     special_tokens: bool = False
 
 
@@ -65,7 +65,7 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, prompt: Prompt, options: WriteOptions) -> Iterator[str]:
-        """Yields the text that continues a prompt, or that summarises it, piece by piece."""
+        """Yields a text that continues or summarises a prompt, piece by piece."""
 
     def each(self, prompts: Sequence[Prompt], options: WriteOptions) -> Iterator[str]:
         """Yields the whole generated text for each prompt, in the order of the prompts.
@@ -76,7 +76,7 @@ class Writer(abc.ABC):
 
 
 class StopFilter:
-    """Ends a text, which it takes in pieces, before the first stop string that is complete.
+    """Receives a text in pieces, and ends it before the stop string that is complete first.
 
     If several stop strings are complete at the same character, the text ends before the longest of
     them. The result does not depend on how the text is divided into pieces. Stop strings must not
@@ -87,10 +87,10 @@ class StopFilter:
         self._stops, self._held, self.found = tuple(stops), "", False
 
     def add(self, piece: str, *, final: bool = False) -> str:
-        """Takes the next piece, and returns the text that cannot be a part of a stop string.
+        """Takes the next piece; returns the further characters that belong to no stop string.
 
-        The end of the text is held back while it may be the beginning of a stop string. `final` is
-        True for the last piece, after which nothing is held back.
+        Characters at the end that may be the beginning of a stop string are held back until a later
+        call. `final` is True for the last piece, of which nothing is held back.
         """
         text = self._held + piece
         places = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]

@@ -38,9 +38,10 @@ _RECORD = {"step": int, "policy": str, "from?": int, "reason": str, "batch": lis
 
 
 class BadStep(NonFiniteError):
-    """An error which says that the update of a training step, counted from 1, must not be used."""
+    """An error which says that the update of a training step must not be used."""
 
-    # `reason` and `remedy` are phrases: what is wrong, and what the user can do.
+    # Steps are counted from 1. `reason` is a phrase about what is wrong, and `remedy` is a phrase
+    # about what the user can do.
     def __init__(self, step: int, reason: str, remedy: str):
         super().__init__(f"step {step}: {reason}; {remedy}")
         self.step, self.reason = step, reason
@@ -49,10 +50,9 @@ class BadStep(NonFiniteError):
 class RecentLosses:
     """Losses of recent steps, and the limit above which the loss of the next step is a jump.
 
-    The limit is `factor` (Training.spike_factor) times the median loss; 0 sets no limit. A step is
-    started while the previous step may still be running. The limit for step n therefore uses the
-    losses up to step n - 2, even if the loss of step n - 1 is already known, so that the limit does
-    not depend on timing.
+    The limit is `factor` (Training.spike_factor) times the median loss; there is no limit if the
+    factor is 0. When step n starts, step n - 1 may still be running. The limit for step n therefore
+    uses only losses up to step n - 2, so that it does not depend on whether step n - 1 has ended.
     """
 
     def __init__(self, factor: float, saved: Iterable[Sequence[int | float]] = ()):
@@ -66,7 +66,7 @@ class RecentLosses:
     def limit(self, step: int) -> float:
         """Returns the loss, in nats per token, above which the loss of a step is a jump.
 
-        The limit uses losses before step - 1; it is infinite while fewer than FEWEST are known.
+        It uses the losses before step - 1, and is infinite while fewer than FEWEST of them exist.
         """
         known = [loss for other, loss in self._losses if other < step - 1][-RECENT:]
         if len(known) < FEWEST:
@@ -80,9 +80,9 @@ class RecentLosses:
 class BadSteps:
     """The bad steps of a run, which process 0 records in the file bad_batches.jsonl.
 
-    `start` is the step from which the run starts. Records of skipped steps after it are deleted,
-    because the run reaches these steps again. `describe` is a function from the index of a batch (0
-    for step 1) to a description of the batch's documents as JSON.
+    `start` is the step from which the run starts. Records of skipped steps after `start` are
+    deleted, because the run reaches these steps again. `describe` is a function from the index of a
+    batch (0 for step 1) to a description of the batch's documents as JSON.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class BadSteps:
     def record(self, step: int, reason: str, checkpoint: int | None = None) -> str:
         """Records a bad step; returns a message for the user.
 
-        The run returns to the step `checkpoint`; None if the bad step left the state unchanged.
+        `checkpoint` is the step to which the run returns; None if the bad step was skipped.
         NonFiniteError is raised if the run has more bad steps than Training.max_bad_steps.
         """
         start, consequence = {}, "the step changed nothing"

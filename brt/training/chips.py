@@ -10,7 +10,7 @@ _GIB = 1 << 30
 class Chip(NamedTuple):
     """Peak rates and memory of one device according to its manufacturer."""
 
-    name: str  # the beginning of the names of machines, such as v5e:4x4
+    name: str  # such as "v5e"; names of machines, such as v5e:4x4, begin with it
     memory: int  # bytes of the main memory
     flops: float  # bfloat16 FLOPs per second
     bandwidth: float  # bytes per second of the main memory
@@ -22,11 +22,11 @@ class Chip(NamedTuple):
 
 
 # The rates are from cloud.google.com/tpu/docs (pages v4, v5e, v5p and v6e) and from NVIDIA's data
-# sheets (dense, SXM). The bidirectional bandwidths of the links are 400 (v5e), 1,200 (v5p), 800
-# (v6e), 600 (A100) and 900 GB/s (H100, H200) there; a v4 has six links that send 50 GB/s each
-# (Jouppi et al., 2023, arxiv.org/abs/2304.01433). Between slices, the pages give 50 Gbit/s for each
-# chip of a v5p, and 6.4 (v5e) and 25.6 Tbit/s (v6e) for pods of 256 chips. They have no figure for
-# v4, for which the figure of v5p is used. The clock of a TPU is that of its TensorCores: if the
+# sheets (dense, SXM). These sources give the bidirectional bandwidths of the links: 400 (v5e),
+# 1,200 (v5p), 800 (v6e), 600 (A100) and 900 GB/s (H100, H200). A v4 has six links that send 50 GB/s
+# each (Jouppi et al., 2023, arxiv.org/abs/2304.01433). Between slices, the pages give 50 Gbit/s for
+# each chip of a v5p, and 6.4 (v5e) and 25.6 Tbit/s (v6e) for pods of 256 chips. The pages have no
+# figure for v4, so that of v5p is used. The clock of a TPU is that of its TensorCores: if the
 # cycles that the compiler estimates for a large matrix product are divided by the clock, the result
 # is the time that the product takes at the peak rate `flops`. The clock of a GPU is its highest.
 CHIPS = {
@@ -38,14 +38,14 @@ CHIPS = {
     "h100": Chip("h100", 80 * _GIB, 989e12, 3.35e12, 450e9, 1.98e9),
     "h200": Chip("h200", 141 * _GIB, 989e12, 4.8e12, 450e9, 1.98e9),
 }
-# The chip of each `device_kind` of jax. That of a GPU may have more words after those given here.
+# Maps each `device_kind` of jax to a chip. The `device_kind` of a GPU may have further words.
 KINDS = {
     "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
     "TPU v6 lite": "v6e", "TPU v6e": "v6e", "NVIDIA A100": "a100", "NVIDIA H100": "h100",
     "NVIDIA H200": "h200",
 }  # fmt: skip
-# Peak FLOP/s of the kinds for which brt does not plan. The data sheet of TPU v3 describes a chip,
-# but a device of jax is one of the chip's two cores.
+# Peak FLOP/s of devices that are not in CHIPS. The data sheet of TPU v3 describes a chip, but a
+# device of jax is one of the chip's two cores.
 _OTHER_PEAKS = {"TPU v3": 123e12 / 2, "NVIDIA B200": 2250e12}
 
 

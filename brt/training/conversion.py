@@ -68,11 +68,11 @@ def _no_adapters(directory: Path) -> ConfigError:
 
 
 def from_hf(source: Path, target: Path, *, verified: bool, window: WindowChoice) -> Iterator[str]:
-    """Writes a decoder in Hugging Face's format as a run directory with a checkpoint at step 0.
+    """Converts a decoder in Hugging Face's format to a run directory with a checkpoint at step 0.
 
-    Yields lines of text for the user. If `verified`, the arrays and the logits of the converted
-    model are compared with the original's. `window` says with which window and number of sinks
-    (first tokens that stay visible) the model is to read text.
+    Yields lines of text for the user. If `verified` is True, the arrays and the logits of the
+    converted model are compared with those of the original. `window` has the window and the number
+    of sinks (first tokens that stay visible) with which the model reads text.
     """
     from brt.checkpointing.writer import CheckpointWriter  # It imports Orbax.
 

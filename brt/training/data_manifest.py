@@ -53,9 +53,9 @@ def write(
     """Writes the tokenizer of `dataset`, and data.json, into a run directory.
 
     Further files about the tokenizer (see `originals`) are stored, too. If the run starts from
-    `weights`, they are those of the weights, because the data may have been prepared for another
-    model with the same tokenizer. If `new` is False, the further files that the resumed run already
-    has are kept.
+    `weights`, these files are the ones of the weights, because the data may have been prepared for
+    another model with the same tokenizer. If `new` is False, the run is resumed, and the further
+    files that it already has are kept.
     """
     beside = dataset.tokenizer.beside
     if new:
@@ -86,7 +86,7 @@ def read(workdir: Workdir) -> DataManifest:
 def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
     """Returns the tokenizer that is stored in a run directory.
 
-    CheckpointError is raised if there is none, or if its fingerprint differs from `fingerprint`.
+    CheckpointError is raised if none is stored, or if its fingerprint is not `fingerprint`.
     """
     file = tokenizer_file(workdir)
     if file is None:
@@ -123,10 +123,10 @@ def with_own_tokenizer(config: Config, workdir: Workdir, checkpoint: VerifiedChe
 
 
 def with_found_store(config: Config, workdir: Workdir) -> Config:
-    """Returns the config with the absolute path of Data.store, if its relative path is not found.
+    """Returns the config, with Data.store as an absolute path if its relative path does not exist.
 
     A relative path starts at the directory in which the run began, and this process may run in
-    another directory. data.json has the absolute path.
+    another directory. The absolute path is taken from data.json.
     """
     store, found = Path(config.data.store), Path(read(workdir).directory)
     if not config.data.store or store.exists() or found.parts[-len(store.parts) :] != store.parts:
@@ -135,7 +135,7 @@ def with_found_store(config: Config, workdir: Workdir) -> Config:
 
 
 def tokenizer_file(workdir: Workdir) -> Path | None:
-    """Returns the copy of the tokenizer in a run directory; None if it has none."""
+    """Returns the path of a run directory's copy of the tokenizer; None if there is no copy."""
     found = workdir.tokenizer.glob("[!.]*")
     files = [path for path in found if path.name != originals.DIRECTORY]
     return files[0] if len(files) == 1 else None

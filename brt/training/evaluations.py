@@ -53,10 +53,11 @@ OnResult = Callable[[Evaluated], object]
 def scalars(
     task: Task, evaluator: Evaluator, split: str, report: Mapping[str, Any], whole: bool
 ) -> dict[str, float]:
-    """Returns the metrics of `report` to log, by tags like "eval/validation/bits_per_byte".
+    """Returns the metrics of `report` that are logged, with tags as keys.
 
-    If training usually evaluates a part of the split, metrics of the `whole` split get another
-    prefix, because the two kinds of numbers cannot be compared and must not share a curve.
+    A tag is, for example, "eval/validation/bits_per_byte". If training usually evaluates only a
+    part of the split, metrics of the whole split (`whole`) have another prefix. Numbers of a part
+    and of the whole cannot be compared, so they must not share a curve.
     """
     prefix = f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
     return {f"{prefix}/{name}": value for name, value in task.select_metrics(report).items()}
@@ -110,11 +111,12 @@ LINE_SECONDS = 60.0  # If stderr is not a terminal, at least this time passes be
 
 @contextlib.contextmanager
 def display(total: int, text: str, unit: str) -> Iterator[Callable[[int], object]]:
-    """Context that yields a function to call with the amount of work done since the last call.
+    """Context that shows the progress of some work, and yields a function that reports progress.
 
-    On a terminal, stderr shows a bar. Otherwise at most one line per minute is printed, and the
-    first line comes after a minute. `text` is the name of the work, such as "reading test", and
-    `unit` the unit of `total`. If the unit is "tok" (tokens), the bar abbreviates large numbers.
+    The function is called with the amount of work done since its last call. On a terminal, stderr
+    shows a bar. Otherwise at most one line per minute is printed, and the first line comes after a
+    minute. `text` is the name of the work, such as "reading test", and `unit` is the unit of
+    `total`. If the unit is "tok" (tokens), the bar abbreviates large numbers.
     """
     done, last = 0, time.monotonic()
 
@@ -141,13 +143,13 @@ def open_evaluator(
     other: SavedModel | None = None,
     generate: bool = False,
 ) -> Evaluator:
-    """Opens a split, and returns the `Evaluator` of a run's checkpoints on it.
+    """Opens a split, and returns an `Evaluator` of the run's checkpoints on this split.
 
     `ablate` is a part of the carry ("cache", "state", "memory", or "both" for all three) that a
     second evaluation resets before every segment. A language model is evaluated once with each of
-    the `windows`, numbers of tokens that replace Model.window. `other` is a model to compare with
-    on the same documents; then `ablate` names a part of the memory of `other`. If `generate` is
-    True, completions that the model writes are scored, too.
+    the `windows`, which are numbers of tokens that replace Model.window. `other` is a model to
+    compare `model` with on the same documents; in this case `ablate` is a part of the memory of
+    `other`. If `generate` is True, completions that the model writes are scored, too.
     """
     config, task = model.config, tasks.from_config(model.config)
     check(

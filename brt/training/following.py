@@ -62,9 +62,9 @@ class Waiter:
 
 def wait_for_config(path: Path, waiter: Waiter) -> Config:
     """Waits until a trainer has written its config to the run directory, and returns the config."""
-    # In the result, settings that name files or directories to write have their defaults, because
-    # somebody else may have started the run, and evaluations must not write to places of that
-    # person's choice.
+    # Settings that name files or directories to write are reset to their defaults, because somebody
+    # else may have started the run, and evaluations must not write to places of that person's
+    # choice.
     while (config := workdirs.saved_config(path)) is None:
         missing = "" if path.is_dir() else ", which does not exist yet"
         waiter.wait(f"a trainer to start in {path}{missing}")
@@ -76,8 +76,8 @@ def wait_for_config(path: Path, waiter: Waiter) -> Config:
 class Follower:
     """Evaluates the checkpoints in a run directory as soon as the trainer has written them.
 
-    `config` is that of the run, with any settings that the user has changed. `ablate` is as in
-    `open_evaluator`.
+    `config` is the config of the run, with the settings that the user has changed. `ablate` is as
+    in `open_evaluator`.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Follower:
         return self._ablate in (None, ablation)
 
     def _evaluate(self, step: int) -> Evaluated | None:
-        """Returns the report, or None if the checkpoint is damaged or has been removed."""
+        """Evaluates a checkpoint; returns the report, or None if it is damaged or was removed."""
         directory = self._workdir.checkpoints
         try:
             checkpoint = saved_model.find_checkpoint(directory, step)

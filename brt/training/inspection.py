@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 
 def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
-    """Verifies all checkpoints of a run, and describes one of them (None: the newest intact).
+    """Verifies all checkpoints of a run, and describes the one of `step` (None: the newest intact).
 
     The description is JSON. `steps` lists the steps of all checkpoints. `checkpoints` has an entry
     for each checkpoint, whose `whole` is True if the checkpoint is intact. `metrics` has the last
@@ -201,7 +201,7 @@ def _described(directory: Path, step: int) -> dict[str, Any]:
 
 
 def last_metrics(path: Path) -> dict[str, Any]:
-    """Returns the last value of each metric of metrics.jsonl, by tag, and the last "step"."""
+    """Returns the last value of each metric in metrics.jsonl, with tags as keys, and of "step"."""
     merged: dict[str, Any] = {}
     for record in read_metrics(path):
         merged |= record

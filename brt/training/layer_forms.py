@@ -2,11 +2,11 @@
 
 Models, checkpoints and evaluations have the parameters of equal layers in one array with an axis of
 layers, a stack. A step that calls its layers without a loop would cut every stack into layers, and
-would put the gradients of the layers into a new stack. On TPUs, this takes 5 % of a step. The step
-of accelerators therefore reads and writes a train state in the separate form, which has a list of
-arrays, one for each layer, in place of a stack. The optimizer's state of a stack
-(`layerwise.LayerwiseState.stacked`) is a list of states in the same way. The step of a single GPU
-keeps stacks, with which its optimizer launches a third as many GPU kernels.
+would put the gradients of the layers into a new stack. On TPUs, this takes 5 % of a step. On
+accelerators, the step therefore reads and writes a train state in the separate form, which has a
+list of arrays, one for each layer, in place of a stack. In the same way, the optimizer's state of a
+stack (`layerwise.LayerwiseState.stacked`) is a list of states. On a single GPU the step keeps
+stacks, because the optimizer then launches only a third as many GPU kernels.
 """
 
 import warnings
@@ -99,9 +99,9 @@ def stacked(tree: PyTree[Array]) -> PyTree[Array]:
 def step_shapes(config: Config, shapes: TrainState, mesh: Mesh) -> TrainState:
     """Converts the shapes (with shardings) of a state with stacks to the form of the compiled step.
 
-    If each replica holds a shard of the optimizer's state, the result shards the parameters in the
-    separate form in the same way. The step then gathers the parameters at its beginning, in the
-    dtype in which it computes, and can gather the parameters of a layer while it computes another.
+    If each replica holds a shard of the optimizer's state, the parameters in the separate form are
+    sharded in the same way. The step then gathers the parameters at its beginning, in the dtype in
+    which it computes, and can gather the parameters of a layer while it computes another layer.
     """
     if not separates(config):
         return shapes
@@ -121,7 +121,7 @@ Conversion = Callable[[TrainState], TrainState]
 
 
 def conversions(config: Config, shapes: TrainState, mesh: Mesh) -> tuple[Conversion, Conversion]:
-    """Returns functions from a train state to the form of the compiled step, and to stacks.
+    """Returns two conversions of a train state: to the form of the compiled step, and to stacks.
 
     A conversion deletes the arrays that it is given. Parameters and optimizer state are converted
     one after the other, so that a conversion needs no more memory than a step, which has gradients.
@@ -142,9 +142,9 @@ def _conversion(
 ) -> Conversion:
     """Returns a function that converts a train state to the form of the shapes `result`.
 
-    It converts the parameters with the function `params`, and the optimizer's state with
-    `optimizer`, which are compiled at the first call. A state that already has the form is returned
-    unchanged.
+    It converts the parameters with the function `params`, and the optimizer's state with the
+    function `optimizer`. Both are compiled at the first call. A state that already has the form is
+    returned unchanged.
     """
     structure: Any = jax.tree.structure(result.params)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, result)
@@ -166,7 +166,7 @@ def _consumed(program: Callable[[PyTree], PyTree], tree: PyTree[Array]) -> PyTre
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         result = program(tree)
     # Arrays that keep their shape were donated. Stacks, and layers that become stacks, cannot be
-    # donated, because the result has arrays of other shapes. They are deleted here.
+    # donated, because the result has arrays of other shapes. These arrays are deleted here.
     for leaf in jax.tree.leaves(tree):
         if not leaf.is_deleted():
             leaf.delete()

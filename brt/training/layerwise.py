@@ -36,11 +36,11 @@ class LayerwiseState(NamedTuple):
 
 
 def split(tree: Parameters, axes: Axes) -> tuple[Group, dict[str, Group]]:
-    """Converts parameters to matrices, and separates those in stacks of layers from the others.
+    """Converts parameters to matrices, and separates stacks of layers from other parameters.
 
-    Returns the group of the parameters outside of stacks, and a dictionary from numbers of layers,
-    as strings, to the group of the stacks with this number of layers. `axes` has the names of each
-    parameter's axes, by path.
+    Returns the group of the parameters outside of stacks, and a dictionary from each number of
+    layers, as a string, to the group of the stacks with this number of layers. `axes` maps the path
+    of each parameter to the names of its axes.
     """
     outside: Group = {}
     stacked: dict[str, Group] = {}
@@ -111,8 +111,8 @@ def updated(
 ) -> tuple[Parameters, LayerwiseState, list[tuple]]:
     """Calls `update` for each group or, in the separate form, for each layer of each group.
 
-    `update` returns new arrays, a new state and a further result. The function returns all new
-    arrays as a tree like `like`, the new state, and for each group a tuple of further results.
+    `update` returns new arrays, a new state and a further result. `updated` returns all new arrays
+    as a tree like `like`, the new state, and for each group a tuple of the further results.
     """
     arrays: Group = {}
     states, rest = {}, []
@@ -165,7 +165,7 @@ class Stepper(NamedTuple):
 
     init: Callable[[Parameters], optax.OptState]
     # A function of gradients, state, parameters and a divisor, such as the number of tokens. The
-    # gradients are first divided by the divisor.
+    # function first divides the gradients by the divisor.
     step: Callable[[Parameters, Any, Parameters, Float[Array, ""]], Stepped]
 
 

@@ -1,8 +1,8 @@
 """The training loop: the order in which a run trains, reports, evaluates, saves and stops.
 
 Hooks are functions that the loop calls before and after each step. A hook is called at every step
-and decides itself whether there is something to do at the current step. Its argument is the
-session: the running run with its train state, its settings and its open files.
+and decides itself whether there is something to do at the current step. The argument of a hook is
+the session: the run in progress, with its train state, its settings and its open files.
 """
 
 from collections.abc import Callable, Collection
@@ -164,7 +164,8 @@ def answer_requests(session: Session) -> None:
     """Fulfils requests that the user made by creating a file in the run directory.
 
     A file called `checkpoint_now` requests a checkpoint. A file called `stop_after_evaluation`
-    requests a checkpoint and the end of the run, by Preempted, after the next evaluation.
+    requests that the run saves a checkpoint after its next evaluation, and ends by raising
+    Preempted.
     """
     step, requests = session.completed, session.requests
     if requests.checkpoint():
@@ -191,14 +192,14 @@ BEFORE_STEP: tuple[Hook, ...] = (stop_if_requested, start_profile)
 AFTER_STEP: tuple[Hook, ...] = (
     stop_profile, report, report_start, probe, evaluate, sample, save, answer_requests,
 )  # fmt: skip
-# The loop calls these hooks if, after a rollback, the last batches of the run are skipped.
+# The loop calls these hooks if the last batches of the run are left out after a rollback.
 AFTER_LAST_SKIP: tuple[Hook, ...] = (evaluate, sample, save)
 
 
 def train(config: Config, path: Path, allowed: Collection[str] = ()) -> tuple[Run, Workdir]:
     """Trains in a run directory until Training.steps, from its newest checkpoint if there is one.
 
-    `allowed` is that of `Session.open`. If the run is asked to stop, it saves everything and raises
+    `allowed` is as in `Session.open`. If the run is asked to stop, it saves everything and raises
     Preempted. Other failures raise other BrtErrors.
     """
     with Session.open(config, path, allowed) as session:
@@ -234,8 +235,8 @@ def _advance(session: Session) -> None:
     except BadStep as error:
         if not session.bad_steps.rolls_back:
             raise
-        # Only these values of the error are kept. The error itself keeps the train state alive,
-        # through its traceback, but the restored state needs the memory.
+        # Only these values of the error are kept. The traceback of the error would keep the train
+        # state alive, but the restored state needs the memory.
         bad_step, reason = error.step, error.reason
     session.rewind(bad_step, reason)
 

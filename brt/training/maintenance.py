@@ -24,8 +24,8 @@ _EVERY_SECONDS = _TIMEOUT = 2.0
 def watching(stop: Callable[[str], object]) -> Iterator[None]:
     """Context in which a thread calls `stop` with the name of an announcement.
 
-    Outside of Google Cloud, no server is asked. An announcement from before the context does not
-    count. Otherwise, a run that is started again on the same machine would stop at once.
+    Outside of Google Cloud, no server is asked. Announcements from before the context do not count,
+    because a run that is started again on the same machine would otherwise stop at once.
     """
     seen: dict[str, str] = {}
 

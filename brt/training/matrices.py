@@ -45,8 +45,8 @@ def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
 def matrix_names(axes: Names) -> Names:
     """Returns the names of the axes that a kernel has after it was reshaped to a matrix.
 
-    The merged axis is called "heads" or "kv_heads" like the axis of heads, so that it is sharded
-    like this axis; without heads, its name is None.
+    The merged axis has the name of the axis of heads ("heads" or "kv_heads"), so that it is sharded
+    like that axis. If the kernel has no axis of heads, the name is None.
     """
     if "head_dim" not in axes:
         return axes
@@ -63,8 +63,8 @@ def ends_with_heads(axes: Names) -> bool:
 def as_matrix(axes: Names, x: Array) -> Array:
     """Returns a kernel, reshaped to a matrix; if `axes` is (), the array is returned unchanged.
 
-    Heads come first within the merged axis, so that a device with some of the heads has adjacent
-    rows or columns of the matrix.
+    The merged axis contains one head after the other, so that a device with some of the heads has
+    adjacent rows or columns of the matrix.
     """
     return x.transpose(_order(axes)).reshape(matrix_shape(axes, x.shape)) if axes else x
 

@@ -46,10 +46,10 @@ class MetricsWriter:
 
     Each step has one line, however often the run is restarted: a new writer removes the lines of
     steps after `resume_step` (0 for a new run), because the run trains these steps again. If lines
-    are damaged, the writer copies the file to metrics.damaged_1.jsonl (or the next free number)
-    before it removes the lines. Every line has the entry "perf/time", the time at which the first
-    metric of the step was written, in seconds since 1970. `warn` is called with a message about
-    damaged lines, or once if TensorBoard fails.
+    are damaged, the writer removes them. It first copies the file to metrics.damaged_1.jsonl (or
+    the next free number). Every line has the entry "perf/time", the time at which the first metric
+    of the step was written, in seconds since 1970. `warn` is called with a message about damaged
+    lines, or once if TensorBoard fails.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class MetricsWriter:
             self._file = durable.open_file(self._path, "r+b")
             self._offset = self._file.seek(0, os.SEEK_END)
         if self._line:
-            # The next call of `write` may add metrics to the step of the last line, and then writes
-            # this line again. The offset is therefore the beginning of the line.
+            # If the next call of `write` adds metrics to the last line, it writes this line again.
+            # The offset is therefore the beginning of the line.
             self._offset -= len(_encode(self._line))
 
     def rewind(self, step: int) -> None:
@@ -85,10 +85,11 @@ class MetricsWriter:
         self._tensorboard.rewind(step)
 
     def write(self, step: int, values: Mapping[str, ArrayLike]) -> None:
-        """Writes metrics by tag, such as "train/loss"; numbers that are not finite become null.
+        """Writes metrics; numbers that are not finite become null.
 
-        The metrics are in the file when the call returns. `step` is the step of the previous call,
-        whose line gets more metrics, or a later step.
+        `values` maps tags such as "train/loss" to numbers. The metrics are in the file when the
+        call returns. `step` is later than in the previous call or, to add metrics to the line of
+        the previous call, the same.
         """
         last = self._line.get("step", -1)
         if step < last:
@@ -107,7 +108,7 @@ class MetricsWriter:
             tracker.write(step, numbers)
 
     def has(self, step: int, tag: str) -> bool:
-        """Returns True if the last line of metrics.jsonl is of `step` and has a value of `tag`."""
+        """Returns True if the last line of the file is the line of `step` and contains `tag`."""
         return self._line.get("step") == step and tag in self._line
 
     def close(self) -> None:
@@ -395,7 +396,7 @@ def start_trackers(
 
 
 def _place(workdir: Workdir) -> dict[str, Any]:
-    """Returns what identifies a run directory, as JSON. A copy has another path and inode."""
+    """Returns JSON that identifies a run directory; a copy of it has another path and inode."""
     path = os.fsencode(workdir.path.resolve()).decode(errors="backslashreplace")
     inode = str(workdir.path.stat().st_ino)
     return {"host": socket.gethostname(), "path": path, "inode": inode}
@@ -415,7 +416,10 @@ def _is_copy(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
 
 
 def read_trackers(file: Path) -> dict[str, Any]:
-    """Returns the content of trackers.json: ids of runs, by service, and `_place` ("directory")."""
+    """Returns the content of trackers.json; {} if there is no file.
+
+    It maps the name of each service to the id of a run there, and "directory" to a `_place`.
+    """
     try:
         return untrusted.read_json(file, _IDS)
     except FileNotFoundError:

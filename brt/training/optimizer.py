@@ -61,7 +61,7 @@ _DECAY = -0.8  # The exponent in optax's formula of the decay of the second mome
 def with_rates(
     transform: optax.GradientTransformation, optimizer: Optimizer
 ) -> optax.GradientTransformation:
-    """Returns `transform` with the factors of learning rates and weight decays in Optimizer.rates.
+    """Returns `transform` with its learning rates and weight decays multiplied by Optimizer.rates.
 
     The updates of Adafactor, AdamW and Muon are proportional to the learning rate, so the updates
     are multiplied by the factor of the learning rate. AdamW and Muon use the parameters only for
@@ -94,7 +94,8 @@ def _multiplied(tree: PyTree[Array], optimizer: Optimizer, which: int) -> PyTree
 def factors_of(path: str, optimizer: Optimizer) -> tuple[float, float]:
     """Returns the factors of the learning rate and the weight decay of a parameter.
 
-    They are those of the first pattern that matches `path`; 1 if no pattern matches.
+    They come from the first entry of Optimizer.rates whose pattern matches `path`. Without such an
+    entry, both are 1.
     """
     for pattern, rate, decay in optimizer.rates:
         if trainable.matches(path, [pattern]):
@@ -115,7 +116,7 @@ def check_rates(trained: PyTree, optimizer: Optimizer) -> None:
 
 
 def describe_rates(trained: PyTree, optimizer: Optimizer) -> list[str]:
-    """Returns a list with a line about the factors other than 1; [] if there are none."""
+    """Returns a list of one line about the factors other than 1; [] if all factors are 1."""
     sizes: Counter[tuple[float, float]] = Counter()
     for path, leaf in flatten_dict(trained, sep="/").items():
         sizes[factors_of(path, optimizer)] += leaf.size
@@ -183,13 +184,13 @@ def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AU
 
 
 def transformation(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransformation:
-    """Returns Adafactor, AdamW or Muon without clipping, with its rates and their schedule.
+    """Returns Adafactor, AdamW or Muon with schedule and rates, but without Optimizer.clip_norm.
 
-    Adafactor is used as in the code of Block-Recurrent Transformers: the second moments of matrices
-    are factored, and its updates are clipped to a root mean square of 1, multiplied by the learning
-    rate and the scale of the parameter, and smoothed by momentum. `axes` maps the paths of
-    parameters to the names of their axes. All three optimizers treat an attention kernel as a
-    matrix if `axes` has the names of its axes.
+    Adafactor is used as in the code of Block-Recurrent Transformers. The second moments of matrices
+    are factored. Updates are clipped to a root mean square of 1, multiplied by the learning rate
+    and the scale of the parameter, and smoothed by momentum. `axes` maps the paths of parameters to
+    the names of their axes. All three optimizers treat an attention kernel as a matrix if `axes`
+    has the names of its axes.
     """
     schedule = _schedule(optimizer, steps)
     if optimizer.name == "muon":
@@ -231,14 +232,14 @@ def _clipped(built: Stepper, norm: float) -> Stepper:
     return Stepper(lambda params: (clip.init(params), built.init(params)), step)
 
 
-# Updates are scaled to this root mean square, so that learning rates of AdamW can be used (Liu et
-# al., 2025, section 2.2).
+# Muon's updates are scaled to this root mean square, so that learning rates of AdamW suit them (Liu
+# et al., 2025, section 2.2).
 _RMS = 0.2
 _MOMENTUM = 0.95
 # A matrix is made orthogonal by iterations that apply a polynomial to its singular values and so
 # bring them closer to 1. Each tuple has the coefficients of x, x^3 and x^5 for one iteration. The
-# polynomial is the best one for the interval to which the previous iterations have mapped singular
-# values from [0.03, 1] (the Polar Express, Amsel et al., 2025, theorem 3.1). The last polynomial is
+# polynomial is the best one for the interval to which the previous iterations have mapped the
+# interval [0.03, 1] (the Polar Express, Amsel et al., 2025, theorem 3.1). The last polynomial is
 # the limit of the sequence, and is repeated in further iterations.
 _POLYNOMIALS = (
     (7.3625, -20.7434, 15.1606), (2.9175, -2.1824, 0.4755), (2.0463, -1.4295, 0.3934),
@@ -300,7 +301,7 @@ def _grouped(params: PyTree[Array], axes: Axes) -> dict[str, dict[str, Array]]:
 def _ungrouped(
     grouped: dict[str, dict[str, Array]], like: PyTree[Array], axes: Axes
 ) -> PyTree[Array]:
-    """Inverts `_grouped`; `like` has the shapes of the result."""
+    """Inverts `_grouped`; the result has the structure and the shapes of `like`."""
     flat, offsets = dict(grouped["others"]), dict.fromkeys(grouped["matrices"], 0)
     for name, leaf in flatten_dict(like, sep="/").items():
         if name in flat:
@@ -317,7 +318,8 @@ def _ungrouped(
 class _Rules(NamedTuple):
     """What an update of Adafactor depends on, except arrays."""
 
-    transform: optax.GradientTransformation  # `optax.adafactor`, for parameters without kernel
+    # `optax.adafactor`, for parameters that the Pallas kernel cannot update.
+    transform: optax.GradientTransformation
     schedule: Schedule
     axes: Axes  # names of each parameter's axes, by the parameter's path
     factor: Callable[[str], float]  # from a parameter's path to the factor of its learning rate
@@ -326,9 +328,10 @@ class _Rules(NamedTuple):
 
 
 class _Stack(NamedTuple):
-    """The first arguments of the op "adafactor", for L matrices with A rows: [L, A, *columns].
+    """The first arguments of the op "adafactor" for L matrices with A rows.
 
-    `columns` are several axes if a kernel has an axis of heads, such as [A, H, K].
+    `gradient` and `parameter` have the shape [L, A, *columns]. `columns` is one axis or, for a
+    kernel with an axis of heads, several axes, such as H (heads) and K (dimension of a head).
     """
 
     gradient: Array
@@ -352,8 +355,8 @@ def _adafactor_step(
     """Returns the new parameters, the new state of the optimizer, and the norm of the gradients.
 
     The Pallas kernel divides the gradients by `divisor`, and sums the squares of the quotients.
-    `state` is that of `layerwise.layerwise(rules.transform)`. `plain` is the step without Pallas
-    kernels, which is used if no matrix has one.
+    `state` is that of `layerwise.layerwise(rules.transform)`. `plain` is the step without the
+    Pallas kernel, which is used if the kernel can update no matrix.
     """
     groups = layerwise.grouped(gradients, state, params, rules.axes)
     flat = flatten_dict(params, sep="/")
@@ -367,7 +370,7 @@ def _adafactor_step(
 
 
 def _stacks(group: Arrays, shapes: _Shapes, rules: _Rules) -> dict[str, _Stack]:
-    """Returns, by path, the matrices of a group that the Pallas kernel can update.
+    """Returns a dictionary from paths to those matrices that the Pallas kernel can update.
 
     `group` is an element of `Arrays.layers()`.
     """
@@ -430,7 +433,8 @@ def _update_group(
 def _ordered(first: Array, second: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
     """Converts optax's vectors (v_row, v_col) to vectors for (rows, columns), or back.
 
-    `shape` is that of the matrix. `v_row` is the shorter vector, even if it is that of the columns.
+    `shape` is the shape of the matrix. In optax, `v_row` is always the shorter vector. If a matrix
+    has fewer columns than rows, `v_row` is therefore the vector for the columns.
     """
     rows, columns = shape
     return (first, second) if rows <= columns else (second, first)
@@ -449,7 +453,10 @@ def _restricted(state: Any, names: Iterable[str]) -> Any:
 
 
 def _with_moments(state: Any, found: dict[str, Moments], depth: str) -> Any:
-    """Adds `found`, the kernel's new moments by path, to optax's state of the other parameters."""
+    """Adds the kernel's new moments to `state`, which optax has updated for other parameters.
+
+    `found` maps the paths of the parameters that the kernel updates to these moments.
+    """
     vectors, unused, momenta = {}, {}, {}
     for name, (rows, columns, momentum) in found.items():
         vectors[name] = _ordered(rows, columns, momentum.shape[bool(depth) :])

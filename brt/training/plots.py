@@ -57,7 +57,8 @@ def _bits_figure(
     # The first twentieth of each curve does not determine the limits of the axis, because the large
     # losses at the beginning would compress the rest of the curve.
     shown = [smooth[len(smooth) // 20 :]]
-    # Metrics of a whole split and of a part of it have different names, so both may be drawn.
+    # The metrics of a whole split and of a part of the split have different names, so there may be
+    # two curves.
     splits = sorted(
         {name for record in records for name in record if name.endswith(f"/{metric.name}")}
     )

@@ -11,7 +11,7 @@ from brt import output
 from brt.errors import Preempted
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-QUIT_AT_ONCE = 130  # This is the exit code that shells report for programs that Ctrl-C ended.
+QUIT_AT_ONCE = 130  # the exit code that shells report if Ctrl-C has ended a program
 
 
 def _announce(message: str) -> None:
@@ -39,11 +39,11 @@ def stop_at_once() -> Iterator[None]:
 class StopSignal:
     """Context in which the first signal requests a stop, and a later Ctrl-C quits at once.
 
-    A thread answers the signals, because Python's own handlers run only when the main thread
-    returns from compiling or computing, which may take minutes. If the context is entered outside
-    of the main thread, where Python cannot catch signals, the context does nothing.
+    A thread answers the signals. Python's own handlers would run only when the main thread returns
+    from compiling or computing, which may take minutes. If the context is entered outside of the
+    main thread, where Python cannot catch signals, the context does nothing.
 
-    `announce` is called in the thread with a message for the user about what happens next.
+    The thread calls `announce` with a message for the user about what happens next.
     `uninterruptible` returns the name of the current phase, such as "compiling", if the phase has
     to end before the run can stop; otherwise "".
     """

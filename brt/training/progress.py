@@ -50,9 +50,9 @@ class RunStatus(NamedTuple):
 class PhaseTracker:
     """Holds the current status of a run, notifies listeners, and adds up the time of each phase.
 
-    The main thread changes the status. Every thread may read the status (`now`), because it is a
-    single value that is replaced as a whole. If a method gets None as its `step`, the number of
-    completed steps stays as it is. `began` is the time at which the process began; None if the
+    The main thread changes the status. Every thread may read the status (`now`), because the status
+    is a single value that is replaced as a whole. If the `step` of a method is None, the number of
+    completed steps does not change. `began` is the time at which the process began; None if the
     process was not started to train.
     """
 
@@ -90,7 +90,7 @@ class PhaseTracker:
 
     @contextlib.contextmanager
     def counting(self, name: str) -> Iterator[None]:
-        """Context whose time is added to that of `name`, and not to that of the phase."""
+        """Context whose time is counted under `name`, and not under the current phase."""
         self._count(self._status.phase)
         yield
         self._count(name)
@@ -107,7 +107,7 @@ class PhaseTracker:
 
     @contextlib.contextmanager
     def in_background(self, phase: str) -> Iterator[None]:
-        """Context in which `background` of the status is `phase`; for the thread that saves."""
+        """Context in which the status has `phase` as `background`; used by the saving thread."""
         self._background = phase
         self._notify()
         try:
@@ -213,7 +213,7 @@ class Progress:
         self._show_metrics(step, f"train {bits_per_token:.2f} bits/token")
 
     def evaluation(self, step: int, summary: str) -> None:
-        """Shows a line about an evaluation; the bar shows it until the next evaluation."""
+        """Shows a line about an evaluation; the bar shows `summary` until the next evaluation."""
         self._evaluation = summary
         self.message(f"step {step}/{self._steps}  {self._evaluation}")
         self._refresh_bar(step)
@@ -338,14 +338,14 @@ class Throughput:
         finally:
             now = self._clock()
             self._paused += now - begin
-            # Before its first step, the run compiles. This pause occurs only once, so the clock
-            # starts again after the pause, and `seconds_left` expects no further pauses of this
-            # length.
+            # A pause before the first step, in which the run compiles, does not occur again. The
+            # clock therefore starts again after this pause, so that `seconds_left` expects no more
+            # pauses of this length.
             if not self._all_steps:
                 self._created, self._started, self._paused = now, now, 0.0
 
     def rate(self) -> Rate:
-        """Returns the speed since the last call; at least one step has to be counted in between."""
+        """Returns the speed since the last call; at least one step must have been counted since."""
         now = self._clock()
         seconds = now - self._started - self._paused
         flops = None if self._flops is None else self._flops / seconds
@@ -355,7 +355,7 @@ class Throughput:
         return rate
 
     def seconds_left(self, steps: int) -> float:
-        """Returns the expected seconds for `steps` more steps, if pauses stay as frequent."""
+        """Returns the seconds that `steps` more steps will take if pauses stay as frequent."""
         return (self._clock() - self._created) / self._all_steps * steps
 
 
@@ -385,9 +385,9 @@ class Profile:
             self._running = True
 
     def after(self, step: int, wait_for: object) -> bool:
-        """Ends the trace if `step` is the last step to trace; returns True if it ended the trace.
+        """Ends the trace if `step` is the last step to trace; returns True in this case.
 
-        The trace ends after the arrays `wait_for` have been computed.
+        Before the trace ends, the method waits until the arrays `wait_for` have been computed.
         """
         if not (self._running and step >= self._steps[1]):
             return False

@@ -41,21 +41,22 @@ def count(mesh: rules.Mesh | None = None) -> int:
 
 
 def groups(mesh: rules.Mesh | None = None) -> int:
-    """Returns the number of groups along `Mesh.data` if parameters are sharded over devices.
+    """Returns the number of groups of devices: the number of devices along `Mesh.data`.
 
-    If each device holds a whole model, there are replicas in place of groups, and the result is 1.
+    Groups exist only if parameters are sharded over the devices of each group. If each device holds
+    a whole model, the result is 1.
     """
     shape = (mesh or jax.sharding.get_abstract_mesh()).shape
     return shape.get(_AXIS, 1) if count(mesh) == 1 else 1
 
 
 def in_groups(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-    """Returns `jax.vmap` of `function` over the groups, each of which computes its own part."""
+    """Returns `jax.vmap` of `function` over the groups; each group computes its own results."""
     return jax.vmap(function, in_axes, axis_name=rules.GROUPS, spmd_axis_name=_AXIS)
 
 
 def zeros_in_groups(like: Array) -> Array:
-    """Returns zeros [groups, ...], to which each group adds arrays of the shape of `like`."""
+    """Returns zeros [groups, *like.shape], to which each group adds arrays at its own index."""
     zeros = jnp.zeros((groups(), *like.shape), like.dtype)
     free = (PartitionSpec.UNCONSTRAINED,) * like.ndim
     return jax.lax.with_sharding_constraint(zeros, PartitionSpec(_AXIS, *free))
@@ -64,8 +65,9 @@ def zeros_in_groups(like: Array) -> Array:
 def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bool:
     """Returns True if each replica holds only a shard of the optimizer's state.
 
-    This is the first stage of ZeRO (Rajbhandari et al. 2019). By default ("auto"), Muon and CPUs
-    have no shards: a CPU would send the shards of each array separately, which takes longer.
+    This is the first stage of ZeRO (Rajbhandari et al. 2019). By default ("auto"), the state is not
+    sharded with Muon or on CPUs: a CPU would send the shards of each array separately, which takes
+    longer.
     """
     if count(mesh) == 1:
         return False
@@ -92,7 +94,8 @@ def optimizer_shards(
     """Returns the `shard_spec` of each parameter; each replica updates one shard."""
 
     def parameter_shard_spec(path: tuple, parameter: Any) -> PartitionSpec:
-        # A layer of a stack is an entry of a list, and has the stack's names without "layers".
+        # In the separate form (`layer_forms`), a layer is an entry of a list. The names of its axes
+        # are those of the stack without "layers".
         keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
         names = axes.get("/".join(keys), ())[len(path) - len(keys) :]
         return shard_spec(names, parameter.shape, count(mesh))
@@ -101,7 +104,7 @@ def optimizer_shards(
 
 
 def constrain(tree: PyTree[Array], specs: PyTree[PartitionSpec]) -> PyTree[Array]:
-    """Constrains each array to the sharding over the replicas that its spec says."""
+    """Constrains each array to be sharded over the replicas as its spec says."""
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, specs)
 
 
@@ -138,7 +141,7 @@ def psum(
 ) -> PyTree[Array]:
     """Returns the sum over the replicas of every array of a tree, inside of `shard_map`.
 
-    With `optimizer_shards`, each replica receives only its shard of every sum. CPUs send
+    If `optimizer_shards` are given, each replica receives only its shard of every sum. CPUs send
     all arrays in one message, because the time of a message hardly depends on its size.
     """
     with jax.named_scope("replicas"):

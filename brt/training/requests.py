@@ -28,10 +28,11 @@ class Requests:
 
     A user requests a checkpoint, or a stop after the next evaluation, by creating a file in the run
     directory. Only the first process looks for these files, and tells the other processes. The file
-    is removed after the request has been fulfilled. If the run is killed before, it fulfils the
-    request when it is started again. Every call of `stop` counts as progress in `phases`, because
-    the run calls `stop` regularly while it trains, evaluates or samples. `evaluates` is False for a
-    run without evaluations. The threads that wait for requests end when `stack` is closed.
+    is removed after the request has been fulfilled. If the run is killed before that, it
+    fulfils the request when it is started again. Every call of `stop` counts as progress in
+    `phases`, because the run calls `stop` regularly while it trains, evaluates or samples.
+    `evaluates` is False for a run without evaluations. The threads that wait for requests end when
+    `stack` is closed.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Requests:
         return CHECKPOINT if processes.is_first() and self._appears(CHECKPOINT) else None
 
     def _appears(self, name: str) -> bool:
-        """Returns True if a file exists. Between looks (once in _LOOK_SECONDS), returns False."""
+        """Returns True if a file exists; False if the last look was less than _LOOK_SECONDS ago."""
         now = time.monotonic()
         if now < self._next_look.get(name, 0.0):
             return False

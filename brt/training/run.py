@@ -1,6 +1,6 @@
 """Builds a run from its config: data, devices, optimizer, array shapes, and the compiled step.
 
-A new run may start from weights (Training.init_from), to which its config is adapted.
+A new run may start from weights (Training.init_from). Its config is then adapted to the weights.
 """
 
 import dataclasses
@@ -80,9 +80,9 @@ def build(
 ) -> Run:
     """Prepares the data of a run, computes the shapes of its arrays, and returns the run.
 
-    `resumed` is the run directory, and the checkpoint that the run resumes from. They are used in
-    place of the weights of Training.init_from and the file of Data.tokenizer, because these weights
-    and this file may have been removed.
+    `resumed` is the run directory, and the checkpoint that the run resumes from. The run uses what
+    they contain instead of the weights of Training.init_from and the file of Data.tokenizer,
+    because these weights and this file may have been removed.
     """
     user_cache.share_compiled_programs()
     weights = find_weights(config, resumed and resumed[1])
@@ -92,10 +92,10 @@ def build(
 
 
 def without_data(config: Config) -> Shapes | None:
-    """Returns the shapes of a run without opening its data; None if they depend on the data.
+    """Returns the shapes of a run without opening its data; None if this is not possible.
 
-    They depend on the data if the data determine the size of the vocabulary, or if
-    Training.init_from is set.
+    It is not possible if the data determine the size of the vocabulary, or if Training.init_from is
+    set.
     """
     task = tasks.from_config(config)
     if config.training.init_from or not task.sizes_are_configured(config):
@@ -135,10 +135,10 @@ def prepare(
     resumed: tuple[Workdir, VerifiedCheckpoint] | None = None,
     progress: bool = True,
 ) -> tuple[Config, Dataset, Reader]:
-    """Opens the data of a run, which are tokenized and stored first if necessary.
+    """Opens the data of a run; tokenizes and stores them first if necessary.
 
-    `resumed` is as in `build`. The returned config has the sizes that depend on the data, and the
-    reader reads the training batches.
+    `resumed` is as in `build`. In the returned config, the sizes that depend on the data are filled
+    in. The returned reader reads the training batches.
     """
     task = tasks.from_config(config)
     if weights:
@@ -205,7 +205,7 @@ def local_reader(run: Run) -> Reader:
 def put(run: Run, batch: Any) -> Any:
     """Puts a batch onto the devices of a run, sharded by row.
 
-    `batch` has the rows of this process (`local_reader`), the result has those of all processes.
+    `batch` has the rows of this process (`local_reader`), and the result has all rows of the step.
     """
     if not processes.several():
         return jax.device_put(batch, by_lane(run.mesh))
@@ -215,7 +215,7 @@ def put(run: Run, batch: Any) -> Any:
 
 
 def put_scalar(run: Run, value: np.generic) -> jax.Array:
-    """Returns a number as an array of shape [] on all devices; all processes pass this number."""
+    """Returns `value` as an array of shape [] on all devices; all processes pass the same value."""
     return jax.make_array_from_callback((), replicated(run.mesh), lambda _: np.asarray(value))
 
 
@@ -246,7 +246,8 @@ def lowered_step(config: Config, shapes: Shapes | Run, batch: Any) -> jax.stages
     # `out_shardings` has a sharding for each array of the state, and one for all metrics.
     jitted = jax.jit(step, donate_argnums=donated, out_shardings=(shardings, replicated(mesh)))
 
-    # In a run of several processes, `x` may have only the rows of this process.
+    # In a run of several processes, `x` may have only the rows of this process. The result has the
+    # rows of all processes.
     def with_all_lanes(x: Any) -> jax.ShapeDtypeStruct:
         shape = (config.training.batch_size, *x.shape[1:])
         # NumPy arrays may have the dtype int64, which jax converts to int32 when it puts a batch
@@ -279,8 +280,8 @@ class CompiledStep:
         self._key = jax.jit(lambda: _key(run), out_shardings=replicated(run.mesh))()
         self._run = run
         self._limited = skips_spikes(run.config)
-        # The function `stacked` converts a train state of either form to the form with stacks. The
-        # memory of the given state is donated.
+        # The method `stacked` converts a train state of either form to the form with stacks. It
+        # donates the memory of the given state.
         forms = layer_forms.conversions(run.config, run.state_shapes, run.mesh)
         self._for_step, self.stacked = forms
         self._compiled: dict[tuple, Any] = {}
@@ -320,7 +321,7 @@ def compiled_step(run: Run) -> CompiledStep:
 
 
 def _shape(batch: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of a batch's arrays without the axis of rows, whose size never changes."""
+    """Returns the shapes of a batch's arrays without the first axis, whose size never changes."""
     return tuple(x.shape[1:] for x in batch)
 
 
@@ -344,7 +345,7 @@ def _state_of(config: Config, optimizer: Stepper, params: PyTree[Array]) -> Trai
     )
 
 
-_BYTES = Data().tokenizer  # the default, which the tokenizer of weights replaces
+_BYTES = Data().tokenizer  # the default; the tokenizer of weights replaces only this value
 
 
 def find_weights(config: Config, checkpoint: VerifiedCheckpoint | None = None) -> Weights | None:
@@ -442,7 +443,10 @@ def with_model(config: Config, weights: Weights) -> Config:
 
 
 def _changes(requested: Any, trained: Any, where: str, kept: Collection[str]) -> dict[str, Any]:
-    """Returns the settings of `requested` that replace those of the section `trained`, by name."""
+    """Returns the names and values of the settings of `requested` that replace those of `trained`.
+
+    `requested` is a section of the new run's config, and `trained` is that section of the weights.
+    """
     section, defaults = type(requested), type(requested)()
     changes: dict[str, Any] = {}
     for name, setting in settings(section).items():

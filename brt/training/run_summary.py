@@ -45,7 +45,7 @@ def describe_start(run: Run, workdir: Workdir) -> str:
 
 
 def notes(run: Run) -> Iterator[str]:
-    """Yields messages about idle devices, replicated heads of keys, and Optimizer.rates."""
+    """Yields messages about idle devices, heads that are not sharded, and Optimizer.rates."""
     available, used = len(jax.devices()), run.mesh.size
     if used != available:
         yield f"using {used} of {available} devices; Mesh.data = {available} would use all"
@@ -72,8 +72,8 @@ def parameters(run: Run | Shapes) -> str:
 def dry_run(run: Run | Shapes, directory: str | None) -> dict[str, Any]:
     """Returns what `brt.train --dry_run` prints about a run, as JSON: counts and sizes in bytes.
 
-    Without data (`Shapes`), the counts of tokens and steps are left out. The free disk space is
-    that of `directory`; None for the current directory.
+    If `run` is a `Shapes`, which has no data, the counts of tokens and steps are left out. The free
+    disk space is measured at `directory`; None stands for the current directory.
     """
     total, non_embedding = parameter_counts(run.state_shapes.params)
     place, of_data = Path(directory or ".").absolute(), {}
@@ -125,7 +125,7 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
     step = (steps(workdir.checkpoints) or [0])[-1]
     seconds = time.perf_counter() - begin
     lines = [f"Step {step}, {short(tokens)} tokens, {clock(seconds)} since the start."]
-    # If the whole split was evaluated, its metrics are preferred to those of a part of the split.
+    # The metrics of the whole split are preferred to those of a part, if the whole was evaluated.
     for split in (f"{SPLIT}_whole", SPLIT):
         tag = f"eval/{split}/{metric.name}"
         values = [record[tag] for record in records if record.get(tag) is not None]
@@ -183,7 +183,7 @@ def _paths_and_commands(run: Run, workdir: Workdir) -> list[str]:
 
 
 def _next_steps(run: Run, quoted: str) -> list[str]:
-    """Returns the commands that the task suggests, with a split that exists.
+    """Returns the commands that the task suggests; their --split names a split that exists.
 
     `quoted` is the run directory, quoted for the shell.
     """

@@ -65,8 +65,9 @@ def find_checkpoint(
     """Returns the newest intact checkpoint of a training run, or the checkpoint of one step.
 
     `warned` are problems (`VerifiedCheckpoint.problems`) of which the user has already been warned.
-    If training continues from the checkpoint (`to_resume`), its metadata must have the position in
-    the data and the accumulated metrics. CheckpointError is raised if there is no such checkpoint.
+    `to_resume` is True if training continues from the checkpoint, whose metadata must then have the
+    position in the data and the accumulated metrics. CheckpointError is raised if there is no such
+    checkpoint.
     """
     checkpoint = reader.find(directory, step, warned=warned)
     meta, where = checkpoint.meta, f"{directory / str(checkpoint.step) / reader.META}"
@@ -96,7 +97,7 @@ def newest_checkpoint(path: Path, warned: Collection[str] = ()) -> VerifiedCheck
             f"{path} was saved at step {last}, but there is no checkpoint in {directory}; put "
             "the checkpoints back, or choose another --workdir to start a new run"
         )
-    # If the newest checkpoints are damaged, `find_checkpoint` has warned the user.
+    # If newer checkpoints are damaged, `find_checkpoint` has already warned the user.
     if not checkpoint.problems:
         reader.warn_on_stderr(
             f"checkpoint {last} is gone from {directory}; using {checkpoint.step}"
@@ -111,12 +112,12 @@ class SavedModel(NamedTuple):
     step: int
     config: Config  # of the checkpoint, with the changes that the user of the model requested
     meta: dict[str, Any]  # metadata of the checkpoint
-    # On the devices of `mesh`. The products of low-rank adapters are already added to the kernels,
-    # except in the result of `load_unmerged`.
+    # The parameters, on the devices of `mesh`. The products of low-rank adapters are already added
+    # to the kernels, except in the result of `load_unmerged`.
     params: PyTree[Array]
     model_state: PyTree[Array] = {}  # arrays that the model learned without gradients
     mesh: jax.sharding.Mesh | None = None  # None if the arrays are on the default device
-    # The tokenizer of a model in Hugging Face's format; None if a run directory has the tokenizer.
+    # The tokenizer of a model in Hugging Face's format; None for a run, whose directory has it.
     own_tokenizer: Tokenizer | None = None
 
     @property
@@ -133,7 +134,7 @@ def load_config(
 ) -> tuple[Workdir, VerifiedCheckpoint, Config]:
     """Finds a checkpoint (None: the newest intact one) and reads its config, but no arrays.
 
-    Settings of the config that say where a run writes are reset to their defaults.
+    In the returned config, settings that say where a run writes have their defaults.
     """
     if not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} does not exist")
@@ -166,7 +167,7 @@ def load_unmerged(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Conf
     """Loads the parameters of a checkpoint, and of its low-rank adapters, onto the run's mesh.
 
     If this machine has fewer devices than the mesh, the model is loaded onto fewer devices.
-    `config` is that of the checkpoint, with any changes of settings that a resumed run may change.
+    `config` may differ from the checkpoint's config in settings that a resumed run may change.
     """
     user_cache.share_compiled_programs()
     check_resumable(config_from_json(checkpoint.meta["config"]), config)
@@ -213,8 +214,8 @@ def open_split(model: SavedModel, split: str) -> Dataset:
     Raises:
       ConfigError: the config names another tokenizer than the run's.
       CheckpointError: the prepared data have another tokenizer than the run's.
-      DataError: the split does not exist, cannot be read, or was held out of data that have changed
-        since, so that other documents would be held out now.
+      DataError: the split does not exist, or cannot be read, or was held out of data that have
+        changed since training began, so that other documents would be held out now.
     """
     config, task = model.config, tasks.from_config(model.config)
     configs = config_from_json(model.meta["config"]), config
@@ -248,7 +249,7 @@ class ConfigChanges(NamedTuple):
     """Differences between the config of a checkpoint and the config of the resuming run."""
 
     lines: list[str]  # every difference as "Section.field: old -> new"
-    allowed: list[str]  # names of the changed settings that need --allow_config_change
+    allowed: list[str]  # names of the changed settings that --allow_config_change has allowed
 
 
 def check_allowed_names(names: Collection[str]) -> None:
@@ -263,9 +264,9 @@ def check_resumable(
 ) -> list[str]:
     """Returns the differences between two configs as "Section.field: old -> new".
 
-    ConfigError is raised if a setting differs that a resumed run must not change, unless its name
-    is in `allowed`, the names in --allow_config_change. The error suggests this flag, except in two
-    cases: if the checkpoint is only read (`allowed` is None), or if the flag would not help
+    ConfigError is raised if a setting that a resumed run must not change differs, and its name is
+    not in `allowed`, the names in --allow_config_change. The error suggests this flag, except in
+    two cases: the checkpoint is only read (`allowed` is None), or the flag would not help
     (`possible` is False).
     """
     differences = difference(saved, config)
@@ -294,8 +295,8 @@ def config_changes(
 ) -> ConfigChanges:
     """Returns the differences between the config of a checkpoint and that of the resuming run.
 
-    Besides the errors of `check_resumable`, a ConfigError is raised if a change alters the
-    shapes of arrays, which not even --allow_config_change permits.
+    ConfigError is raised as by `check_resumable`, and also if a change alters the shapes of arrays,
+    which not even --allow_config_change permits.
     """
     saved = config_from_json(checkpoint.meta["config"])
     names = [name for name, *_ in difference(saved, config) if not declaration(name).resume]
@@ -312,7 +313,10 @@ def config_changes(
 
 
 def config_history(meta: Mapping[str, Any], changes: ConfigChanges) -> list[dict[str, Any]]:
-    """Returns the config changes before a checkpoint and after it, as JSON for provenance.json."""
+    """Returns all config changes of a run until now, as JSON for provenance.json.
+
+    `meta` is the metadata of a checkpoint, which has the earlier changes. `changes` are new.
+    """
     earlier = meta.get("provenance", {}).get("config_changes", [])
     now = {"step": meta["step"], "changed": changes.lines, "allowed": changes.allowed}
     return [*earlier, *([now] if changes.lines else [])]

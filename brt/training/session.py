@@ -78,11 +78,11 @@ class Session:
     # A function from parameters and carry (caches and recurrent states) to metrics of the recurrent
     # states; None if the task has no such metrics.
     probe: Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]] | None
-    provenance: dict[str, object]  # versions, machine, command, config changes: provenance.json
+    provenance: dict[str, object]  # for provenance.json: versions, machine, command, changes
     throughput: Throughput = dataclasses.field(default_factory=Throughput)
     program: CompiledStep | None = None  # None before `compile`
     started: bool = False  # True after the first step of this process was reported
-    cut_short: bool = False  # True if a request to stop interrupted evaluation or sample
+    cut_short: bool = False  # True if a request to stop interrupted an evaluation or a sample
 
     def __post_init__(self) -> None:
         config, self.first = self.run.config, self.completed
@@ -99,8 +99,8 @@ class Session:
         the run.
         """
         phases = PhaseTracker(began=runtime.began)
-        # This call raises an error if a tracking service cannot be used. It comes first, because
-        # preparing the data may take long.
+        # This call raises an error if a tracking service cannot be used. It comes first, so that
+        # the user need not wait for the error until the data are prepared.
         requested_trackers(config, reader.warn_on_stderr)
         storage.of(path).probe()
         saved_model.check_allowed_names(allowed)
@@ -146,8 +146,8 @@ class Session:
     def step(self) -> None:
         """Trains on the next batch.
 
-        Steps run asynchronously, so the metrics of a step are read, and BadStep is raised for it,
-        only in the next call. CheckpointError is raised if a save in the background failed.
+        Steps run asynchronously. Only the next call therefore reads the metrics of this step, and
+        raises BadStep if it was bad. CheckpointError is raised if a save in the background failed.
         """
         assert self.program, "compile() comes first"
         self.resumed = self.cut_short = False
@@ -221,11 +221,11 @@ class Session:
         self.phases.enter("stepping", step)
 
     def save(self, *, wait: bool = False) -> None:
-        """Starts to save everything that a resumed run needs; `wait` also completes the save.
+        """Starts to save all that a resumed run needs; if `wait` is True, waits for the save's end.
 
-        BadStep is raised if the last step was bad. If the state is not finite, BadStep is raised if
-        Training.on_bad_step is "rollback", and NonFiniteError otherwise. CheckpointError is raised
-        if this save or the previous one failed.
+        BadStep is raised if the last step was bad. A state that is not finite is also a BadStep if
+        Training.on_bad_step is "rollback"; with other policies, NonFiniteError is raised for it.
+        CheckpointError is raised if this save or the previous one failed.
         """
         self.accumulator.flush()
         with self.pause("saving"):
@@ -292,8 +292,8 @@ def open_files(
     """Restores or creates a run, opens the files that it writes, and returns its session.
 
     `workdir` is the result of `enter_workdir`. `checkpoint` is the newest checkpoint that was found
-    before the run directory was locked. `allowed` is that of `Session.open`. `stack` closes the
-    files at the end of the run.
+    before the run directory was locked. `allowed` is as in `Session.open`. `stack` closes the files
+    at the end of the run.
     """
     config, settings = run.config, run.config.checkpoint
     # The writer is opened first, because it removes the files that a killed run left behind.
@@ -350,7 +350,7 @@ def open_files(
     stack.enter_context(closing(metrics.close))
     bad_steps = BadSteps(config.training, workdir.bad_batches, start, run.reader.described)
     evaluates = SPLIT in run.dataset.splits and bool(config.training.evaluate_every)
-    # Without held-out data, the evaluator only draws samples.
+    # Without held-out data, the evaluator only generates sample texts.
     split = SPLIT if SPLIT in run.dataset.splits else "train"
     request = EvaluationRequest(config, run.dataset, split, compare_exact=True)
     if restored:
@@ -417,9 +417,10 @@ def _check_processes_agree(run: Run, step: int | None, provenance: Mapping[str, 
 
 
 def _check_disk(run: Run, workdir: Workdir, constant: Collection[str]) -> None:
-    """Raises CheckpointError if the disk lacks space for two checkpoints (one if only one is kept).
+    """Raises CheckpointError if the disk lacks space for two checkpoints.
 
-    Checkpoints share the files of `constant` arrays.
+    If the run keeps only one checkpoint, space for one is enough. Checkpoints share the files of
+    `constant` arrays.
     """
     arrays = tree_utils.named(run.state_shapes)
     saves = min(run.config.checkpoint.keep, 2)
@@ -432,10 +433,10 @@ def _seek(
     batches: BatchIterator, saved: Mapping[str, Any], changes: ConfigChanges, phases: PhaseTracker,
     progress: Progress,
 ) -> None:  # fmt: skip
-    """Moves the iterator of batches to the position `saved` in a checkpoint.
+    """Moves the iterator of batches to the position `saved`, which a checkpoint has stored.
 
     If the user allowed changes, the values that determine the order of the data, such as the seed,
-    are those of the new run. The step is always that of the checkpoint.
+    are taken from the new config. The step is always taken from the checkpoint.
     """
     new = {k: v for k, v in batches.get_state().items() if k not in ("step", "store")}
     position = {**saved, **(new if changes.allowed else {})}

@@ -32,7 +32,7 @@ class TrainState(NamedTuple):
     """All arrays that a training step changes. The position in the data follows from `step`."""
 
     step: Int[Array, ""]  # int32, number of completed steps
-    params: PyTree[Array]  # float32, by the names of the model's modules
+    params: PyTree[Array]  # float32; the keys are names of the model's modules
     optimizer: PyTree[Array]  # state of the optimizer
     # Caches, recurrent states and memories of all rows of the batch, from which the next step
     # continues; empty if the model has none.
@@ -41,8 +41,7 @@ class TrainState(NamedTuple):
 
 
 def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
-    """Returns the parameters of a new model and of its adapters, boxed with the names of their
-    axes.
+    """Returns the parameters of a new model and of its adapters, boxed with the names of the axes.
 
     The boxes are `nn.Partitioned`. A `key` of None stands for the key of Training.seed.
     """
@@ -62,7 +61,7 @@ def _merged_params(config: Config, params: PyTree[Array]) -> PyTree[Array]:
 
 
 def parameter_shapes(config: Config) -> PyTree[jax.ShapeDtypeStruct]:
-    """Returns what `initial_params` does, with shapes instead of arrays."""
+    """Returns the result of `initial_params` with shapes in place of arrays."""
     return _parameter_shapes(config, tasks.from_config(config))
 
 
@@ -72,7 +71,10 @@ def _parameter_shapes(config: Config, _: Task) -> PyTree[jax.ShapeDtypeStruct]:
 
 
 def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
-    """Returns the names of each parameter's axes, by path, for parameters whose axes have names."""
+    """Returns a dictionary from the path of each parameter to the names of the parameter's axes.
+
+    Parameters whose axes have no names are left out.
+    """
     boxed = flatten_dict(parameter_shapes(config), sep="/")
     return {k: box.names for k, box in boxed.items() if isinstance(box, nn.Partitioned)}
 
@@ -95,9 +97,9 @@ def parameter_counts(params: PyTree) -> tuple[int, int]:
     return total, total - next((sizes[name] for name in EMBEDDINGS if name in sizes), 0)
 
 
-# For each matrix, Adafactor stores two means of the second moments, `v_row` and `v_col`, each of
-# which lacks one axis of the matrix. The table says which axis is lacking, as an index into the
-# axes sorted by size: -1 is the longest axis, and -2 the second longest.
+# For each matrix, Adafactor stores two means of the second moments, `v_row` and `v_col`. Each mean
+# lacks one axis of the matrix. The table says which one, as an index into the axes sorted by size:
+# -1 is the longest axis, and -2 the second longest.
 _DROPPED_AXIS = {"v_row": -1, "v_col": -2}
 
 
@@ -106,8 +108,7 @@ def state_shardings(
 ) -> TrainState:
     """Returns the sharding of every array of a train state, as a train state of shardings.
 
-    `state` has the shapes and dtypes of the arrays, and `axes` the names of each parameter's axes,
-    by the parameter's path (see `state.parameter_axes`).
+    `state` has the shapes and dtypes of the arrays. `axes` is the result of `parameter_axes`.
     """
     shapes = {name: leaf.shape for name, leaf in flatten_dict(state.params, sep="/").items()}
 
@@ -147,11 +148,12 @@ def parameter_shardings(
 def _moment_names(
     path: tuple, shape: tuple[int, ...], axes: Axes, shapes: dict[str, tuple[int, ...]]
 ) -> Names:
-    """Names the axes of an array of the optimizer's state; None for an axis that is not sharded.
+    """Returns names for the axes of an array of the optimizer's state; None for unsharded axes.
 
-    The array belongs to the parameter whose name is in `path`, the array's path in the optimizer's
-    state. It has the shape of that parameter as a matrix, or lacks one axis of the matrix
-    (Adafactor's factored moments). `axes` and `shapes` are those of the parameters, by path.
+    `path` is the path of the array in the optimizer's state. It contains the name of the parameter
+    to which the array belongs. The array has the shape of this parameter as a matrix, or lacks one
+    axis of the matrix (Adafactor's factored moments). `axes` and `shapes` map the paths of
+    parameters to the names of their axes and to their shapes.
     """
     keys = [getattr(key, "key", getattr(key, "name", None)) for key in path]
     replicated: Names = (None,) * len(shape)

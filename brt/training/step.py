@@ -59,9 +59,10 @@ def _loss_and_gradients(
     if count == 1:
         return microbatch_gradients(inputs)
 
-    # Each group of devices adds up its own gradients. Otherwise XLA would add up the gradients of
-    # all groups, which may be in different slices, after each microbatch. Models with a model state
-    # do without groups, because the model state is learned from all rows at once.
+    # A group is the devices at one index along `Mesh.data` (see `replicas`). Each group adds up its
+    # own gradients. Otherwise XLA would add up the gradients of all groups, which may be in
+    # different slices, after each microbatch. Models with a model state do without groups, because
+    # the model state is learned from all rows at once.
     groups = 1 if jax.tree.leaves(inputs.model_state) else replicas.groups()
     group_gradients: Callable[..., Any] = microbatch_gradients
     if groups > 1:
@@ -69,9 +70,9 @@ def _loss_and_gradients(
         group_gradients = replicas.in_groups(microbatch_gradients, (in_axes,))
 
     def split(x: Array) -> Array:
-        # The shape [rows, ...] becomes [microbatches, rows of a microbatch, ...]. Microbatch i
-        # consists of the rows i, i + count, ... A device has adjacent rows, so every device has
-        # rows of each microbatch. With groups, the result is [microbatches, groups, rows, ...].
+        # The shape [rows, ...] becomes [microbatches, rows of a microbatch, ...] or, with groups,
+        # [microbatches, groups, rows, ...]. Microbatch i consists of the rows i, i + count, ... The
+        # rows of a device are adjacent, so every device has rows of each microbatch.
         parts = jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
         return parts.reshape(count, groups, -1, *x.shape[1:]) if groups > 1 else parts
 
@@ -111,8 +112,8 @@ def _over_replicas(
     """Computes the loss and its gradients over the rows of all replicas.
 
     If the model has a model state, the SPMD partitioner distributes the computation, because the
-    model state is learned from all rows at once. `optimizer_shards` are specs of the gradients'
-    shards; None if all replicas need all gradients.
+    model state is learned from all rows at once. `optimizer_shards` are the specs by which the
+    gradients are sharded over replicas; None if all replicas need all gradients.
     """
     if replicas.count() == 1 or jax.tree.leaves(inputs.model_state):
         if replicas.count() > 1 and config.mesh.gradient_dtype != "float32":
@@ -125,8 +126,8 @@ def _over_replicas(
             params = rules.replicated(params)
         return _loss_and_gradients(params, inputs, config)
 
-    # A replica has its own rows of the batch. All results but the new carry are sums, or means of
-    # metrics, over the replicas.
+    # A replica has its own rows of the batch, and returns their new carry. All other results are
+    # sums over the replicas or, for metrics, means.
     def summed_gradients(
         params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array
     ) -> tuple:
@@ -241,8 +242,8 @@ class MetricAccumulator:
     """Totals of the metrics since the last report, and of the tokens since step 0.
 
     The totals are saved in checkpoints, so that a resumed run reports the same numbers. `saved` has
-    the saved totals; None at step 0. `spike_factor` is Training.spike_factor. `on_skip` is called
-    for every step that left the train state unchanged, with the step's number and the reason.
+    the totals of a checkpoint; None at step 0. `spike_factor` is Training.spike_factor. For every
+    step that left the train state unchanged, `on_skip` is called with its number and the reason.
     """
 
     def __init__(
@@ -256,11 +257,11 @@ class MetricAccumulator:
         self.restore(saved)
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        """Sets all totals to `saved` (None: to 0), and drops the metrics of a running step."""
+        """Sets all totals to `saved` (None: to 0), and drops metrics that are not yet added."""
         saved = saved or {}
         # Scored tokens (targets that are not padding) since step 0, without skipped steps.
         self.tokens_seen: int = saved.get("tokens_seen", 0)
-        self.skipped: int = saved.get("skipped", 0)  # number of steps since step 0 without update
+        self.skipped: int = saved.get("skipped", 0)  # number of skipped steps since step 0
         self._recent = RecentLosses(self._factor, saved.get("usual", ()))
         self._pending: tuple[int, StepMetrics] | None = None
         self._restart(saved)
@@ -269,9 +270,10 @@ class MetricAccumulator:
         return self._recent.limit(step)
 
     def add(self, step: int, metrics: StepMetrics) -> None:
-        """Stores the metrics of a step without waiting for it, and adds those of the previous step.
+        """Adds the metrics of the previous step to the totals, and stores those of this step.
 
-        If the previous step was bad, BadStep is raised (see `flush`).
+        The metrics of this step are not read, so that the host need not wait for the step. If the
+        previous step was bad, BadStep is raised (see `flush`).
         """
         self.flush()
         self._pending = step, metrics
@@ -321,9 +323,9 @@ class MetricAccumulator:
         return self._nats / max(self._tokens, 1.0) / math.log(2)
 
     def report(self) -> dict[str, float]:
-        """Returns the averages of the metrics since the last call, by tag, and resets the totals.
+        """Returns the averages of the metrics since the last call, and resets the totals.
 
-        "data/tokens" is not an average, but the number of scored tokens since step 0.
+        The keys are tags. The tag "data/tokens" has the number of scored tokens since step 0.
         """
         tokens = max(self._tokens, 1.0)
         values = {
@@ -337,7 +339,7 @@ class MetricAccumulator:
         return values
 
     def _restart(self, saved: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Sets the totals since the last report to those of a checkpoint, or to 0."""
+        """Sets the totals since the last report to `saved`; totals that `saved` lacks become 0."""
         self._nats, self._tokens, self._norms = (
             saved.get(name, 0.0) for name in ("nats", "tokens", "norms")
         )

@@ -53,7 +53,8 @@ def check_patterns(
 def _near(name: str, paths: Collection[str]) -> list[str]:
     """Returns the paths to suggest in place of `name`.
 
-    They contain the part most similar to `name`; a part is one or several adjacent names of a path.
+    A part of a path is one or several adjacent names. The function finds the part that is most
+    similar to `name`, and returns all paths that contain this part.
     """
     parts: dict[str, list[str]] = {}
     for path in paths:
@@ -67,7 +68,7 @@ def _near(name: str, paths: Collection[str]) -> list[str]:
 
 # The random key of adapters is the run's key with this number folded in (`jax.random.fold_in`).
 _KEY = 2
-# The tree of parameters contains the matrices A and B of all adapters below this name.
+# In the tree of parameters, the matrices A and B of all adapters are below this name.
 ADAPTERS = "adapters"
 
 
@@ -100,7 +101,7 @@ def with_new_adapters(params: PyTree, config: Config, key: Array) -> PyTree:
 
 
 def merge_into_kernels(params: PyTree[Array], adapter: Adapter, axes: Axes) -> PyTree[Array]:
-    """Adds alpha / rank * A B to each kernel with an adapter; returns the model's parameters."""
+    """Returns the model's parameters, with alpha / rank * A B added to kernels with adapters."""
     model, factors = split_adapters(params)
     flat, factors = flatten_dict(model, sep="/"), flatten_dict(factors, sep="/")
     for path in dict.fromkeys(factor.rpartition("/")[0] for factor in factors):
@@ -120,8 +121,8 @@ def split_adapters(params: PyTree) -> tuple[PyTree, PyTree]:
 def _check_adapter(params: PyTree[nn.Partitioned], config: Config) -> None:
     """Raises ConfigError if Adapter.kernels and Adapter.rank do not suit the model.
 
-    Every pattern must match kernels, and Training.trainable must not name the same kernels. The
-    rank must not exceed the number of rows or columns of these kernels.
+    Every pattern in Adapter.kernels must match kernels, and Training.trainable must not match the
+    same kernels. The rank must not exceed the number of rows or columns of these kernels.
     """
     adapter, trainable = config.adapter, config.training.trainable
     kernels = _kernels(params)

@@ -73,7 +73,7 @@ def _write(path: Path, now: RunStatus) -> None:
 HUNG = 70  # A process that hung ends with this exit code (EX_SOFTWARE of sysexits.h).
 # Phases that show no progress until they end may take this number of times the time limit.
 PATIENCE = 4
-# The watchdog checks the progress this number of times within the time limit, but at least every
+# The watchdog checks the progress _CHECKS times within the time limit, but at least every
 # _LONGEST_PAUSE seconds.
 _CHECKS = 10
 _LONGEST_PAUSE = 5.0
@@ -82,8 +82,8 @@ _LONGEST_PAUSE = 5.0
 _GOODBYE_SECONDS = 5.0
 # It also waits at most this number of seconds until the stacks are copied to the bucket of the run.
 _PUBLISHING_SECONDS = 20.0
-# A timer outside of Python ends the process this number of seconds later than otherwise necessary,
-# because a busy machine may delay the thread that restarts the timer.
+# A timer outside of Python ends the process if a thread does not restart the timer in time. This
+# number of seconds is added to the timer, because a busy machine may delay the thread.
 _SLACK = 10.0
 # Stacks are written to this file descriptor, because sys.stderr may have been replaced.
 _STDERR = 2
@@ -93,7 +93,7 @@ _STDERR = 2
 def monitored(workdir: Workdir, phases: PhaseTracker, seconds: int) -> Iterator[None]:
     """Context in which this process writes a heartbeat file, and a watchdog checks its progress.
 
-    `seconds` is Training.watchdog_seconds: the limit of `watching`.
+    `seconds` is Training.watchdog_seconds, which is passed to `watching`.
     """
     index = str(jax.process_index())
     if processes.heartbeat:
@@ -109,7 +109,7 @@ def monitored(workdir: Workdir, phases: PhaseTracker, seconds: int) -> Iterator[
 def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[None]:
     """Context in which a thread ends this process if the process makes no progress for too long.
 
-    `seconds` is the limit of the time without progress; 0 for no limit. Progress is a completed
+    The time without progress is limited to `seconds`; 0 means no limit. Progress is a completed
     step, an evaluated batch, a sampled token or the beginning of a phase. Phases without such signs
     (`WITHOUT_PROGRESS`) may take PATIENCE times as long. Time in which the whole process is
     suspended (Ctrl-Z) does not count, unless it exceeds twice the limit. Before the process ends
@@ -137,7 +137,7 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
             idle = 0.0
         previous, checked = status, clock
         limit = seconds * (PATIENCE if status.phase in WITHOUT_PROGRESS else 1)
-        # This timer works even if C code holds the global interpreter lock; it starts again here.
+        # This call restarts a timer that works even if C code holds the global interpreter lock.
         faulthandler.dump_traceback_later(2 * limit + _SLACK, exit=True, file=_STDERR)
         if idle > limit:
             _end(status, idle, stacks)
@@ -151,7 +151,7 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
 
 
 def _end(now: RunStatus, idle: float, stacks: Path) -> None:
-    """Reports where the process is stuck, and ends the process; no operation may wait for long."""
+    """Reports where the process is stuck, and ends it, without waiting long for any operation."""
     reason = f"no sign of life for {idle:.0f} s while {_described(now)}"
     goodbye = threading.Thread(target=processes.announce_end, args=[reason], daemon=True)
     goodbye.start()
@@ -173,7 +173,7 @@ def _end(now: RunStatus, idle: float, stacks: Path) -> None:
 
 
 def _published(stacks: Path) -> bool:
-    """Copies a file to the run's bucket, if it has one; returns False if this fails."""
+    """Copies a file to the bucket of the run, if the run has one; returns False if this fails."""
     done = threading.Event()
 
     def publish() -> None:
@@ -181,7 +181,7 @@ def _published(stacks: Path) -> bool:
             storage.of(stacks).publish_file(stacks)
             done.set()
 
-    # The timer that ends the process starts again, because its time did not include this work.
+    # The timer that ends the process is restarted, because its limit did not allow for this work.
     limit = _PUBLISHING_SECONDS + _GOODBYE_SECONDS + _SLACK
     faulthandler.dump_traceback_later(limit, exit=True, file=_STDERR)
     thread = threading.Thread(target=publish, name="stacks", daemon=True)

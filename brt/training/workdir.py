@@ -151,7 +151,7 @@ _LONGEST_HOLDER = 500  # At most this number of bytes are read from a lock file.
 
 
 class _In:
-    """A descriptor for `Workdir`: the attribute is the path of the file `name` in the directory."""
+    """A descriptor of `Workdir`: the attribute has the path of `name` in the run directory."""
 
     def __init__(self, name: str):
         self._name = name
@@ -200,10 +200,10 @@ class Workdir:
 
 
 def create(path: Path) -> Workdir:
-    """Creates the directories of a run, unless they exist, and refuses links in them."""
+    """Creates the directories of a run that do not exist yet, and calls `refuse_links`."""
     workdir = Workdir(path)
     with explain_write_errors(path):
-        # The directory of checkpoints may be a link to another disk, which `exist_ok` accepts.
+        # The directory of checkpoints may be a link to another disk; `exist_ok` accepts the link.
         workdir.checkpoints.mkdir(parents=True, exist_ok=True)
     for directory in _directories(workdir):
         check_writable(directory, below=path)
@@ -214,8 +214,8 @@ def create(path: Path) -> Workdir:
 def check_writable(directory: Path, *, below: Path | None = None) -> None:
     """Creates a directory, tests that it is writable, and removes abandoned partial files.
 
-    `below` is the run directory. It is not created, because it may have been moved since the run
-    began, and no part of the path below it may be a link. If `below` is None, the parents of
+    `below` is the run directory. It is not created: if it is missing, it may have been moved since
+    the run began. No part of the path below it may be a link. If `below` is None, the parents of
     `directory` are created, too, and links are allowed.
     """
     with explain_write_errors(directory, existed=below is not None):
@@ -230,7 +230,7 @@ def check_writable(directory: Path, *, below: Path | None = None) -> None:
 def refuse_links(workdir: Workdir) -> None:
     """Raises ConfigError if a path that a run writes to is a link; `checkpoints` may be a link.
 
-    TensorBoard, the profiler and tracking services, which also write here, would follow links.
+    TensorBoard, the profiler and tracking services also write to these paths, and follow links.
     """
     path = workdir.path
     with explain_write_errors(path):
@@ -247,7 +247,7 @@ def _directories(workdir: Workdir) -> tuple[Path, ...]:
 
 
 def saved_config(path: Path | str) -> Config | None:
-    """Returns the config of the run in a directory; None if it contains no run."""
+    """Returns the config of the run in a directory; None if the directory contains no run."""
     file = Workdir(Path(path)).config_json
     try:
         return config_from_json(untrusted.read_json(file, {str: dict}))
@@ -321,7 +321,7 @@ def write_json(path: Path, content: Any, *, below: Path | None = None) -> None:
 
 
 def write_text(path: Path, text: str, *, below: Path | None = None) -> None:
-    """Writes text in UTF-8 (see `write_bytes`); other bytes of file names are escaped."""
+    """Writes text as UTF-8 (see `write_bytes`); escapes bytes of file names that are not UTF-8."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"), below=below)
 
 

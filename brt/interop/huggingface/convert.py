@@ -70,9 +70,9 @@ def from_hf(
 
 
 def to_format(model: Pretrained, beside: Mapping[str, bytes]) -> ExportFormat:
-    """Returns the content of a Hugging Face checkpoint of T5, LongT5, BART or RoBERTa for a model.
-    `beside` has the files of settings of the checkpoint that the model was read from, by name.
-    These settings are kept.
+    """Returns the content of the export of a T5, LongT5, BART or RoBERTa in Hugging Face's format.
+    `beside` has, by name, the files of settings of the checkpoint that the model was read from. The
+    export keeps the settings in these files.
     """
     described = model.described
     settings = described.to_theirs()

@@ -90,7 +90,7 @@ _TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.
 # The oldest files of T5 contain an array of this name, which no model uses.
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 # Hugging Face has no layer of recurrent attention fusion (the accumulate-and-fire neurons of
-# Segmented Recurrent Transformer), so its parameters get the names of that paper's code.
+# Segmented Recurrent Transformer). The parameters of the layer get the names in that paper's code.
 _RAF = {
     "raf/kernel": "SNN_kv.weight", "raf/leak": "leak",
     "raf/threshold": "threshold", "raf/sigma": "sigma", "raf/gate": "gate",
@@ -232,7 +232,7 @@ class EncoderDecoder(NamedTuple):
         )
 
     def initial_params(self) -> dict[str, Any]:
-        """Returns newly initialised parameters, whose layers are stacked."""
+        """Returns newly initialised parameters, in which the layers are stacked."""
         return nn.meta.unbox(seq2seq.init(self._network(), jax.random.key(0)))
 
     def with_copies(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -250,8 +250,8 @@ class EncoderDecoder(NamedTuple):
         return seq2seq.extend_positions(params, length, method)
 
     def inputs(self) -> dict[str, np.ndarray]:
-        """Returns two rows of random inputs, the second one shorter, by the names of arguments in
-        transformers. The sources have at most 64 tokens, and the targets at most 16.
+        """Returns random inputs of two rows, by the names of transformers' arguments. The source of
+        the second row is shorter. Sources have at most 64 tokens, and targets at most 16.
         """
         model, special = self.model, self.special
         rng = np.random.default_rng(0)
@@ -268,7 +268,7 @@ class EncoderDecoder(NamedTuple):
 
     def logits(self, params: Mapping[str, Any], x: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the float32 logits [2, T, V] that brt computes for `inputs`, where T is the
-        number of target tokens and V the size of the vocabulary. Attention is exact.
+        number of target tokens and V the size of the vocabulary. The encoder uses exact attention.
         """
         network, mask = self._network(), jnp.asarray(x["attention_mask"])
         encoded = seq2seq.encode(network, params, jnp.asarray(x["input_ids"]), mask)
@@ -281,8 +281,8 @@ class EncoderDecoder(NamedTuple):
         return output.logits.numpy()
 
     def is_comparable(self, initialised: Collection[str]) -> bool:
-        """Returns True if transformers should compute the same logits; `initialised` has the names
-        of the parameters that brt initialised, because the checkpoint lacks them.
+        """Returns True if transformers should compute the same logits. `initialised` has the names
+        of the parameters that brt initialised because the checkpoint lacks them.
         """
         return self.cross.kind == "full"
 
@@ -309,7 +309,7 @@ class EncoderDecoder(NamedTuple):
 
 def check_type(config: Mapping[str, Any]) -> str:
     """Returns the architecture that a config.json names: "t5", "longt5" or "bart". Raises
-    CheckpointError for others.
+    CheckpointError for other architectures.
     """
     kind = config.get("model_type")
     if kind not in ("t5", "longt5", "bart"):

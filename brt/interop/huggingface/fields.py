@@ -1,5 +1,6 @@
-"""What the conversions of T5, BART, RoBERTa and decoders have in common: the conversion of those
-entries of config.json and those modules that correspond to exactly one setting or module of brt.
+"""Converts entries of config.json that correspond to exactly one setting of brt, and names of
+modules that correspond to exactly one module of brt. The conversions of T5, BART, RoBERTa and
+decoders use these functions.
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,8 @@ _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias":
 
 
 def array_names(modules: Mapping[str, str]) -> dict[str, str]:
-    """Returns a table from brt's names of parameters to Hugging Face's names of their arrays.
-    `modules` is a table from brt's names of the modules to Hugging Face's names.
+    """Returns a table that maps brt's names of parameters to Hugging Face's names of arrays.
+    `modules` maps brt's names of the modules to Hugging Face's names.
     """
     return {
         f"{ours}/{leaf}": f"{theirs}.{suffix}"
@@ -25,8 +26,8 @@ def array_names(modules: Mapping[str, str]) -> dict[str, str]:
 def convert_fields(
     table: Mapping[str, str], config: Mapping[str, Any], section: str = ""
 ) -> dict[str, Any]:
-    """Returns settings with values from the content of config.json. `table` maps brt's name of each
-    setting to its key in config.json. An example of a name is "Model.layers", or only "layers" if
+    """Returns the values of settings, by brt's names, from the content of config.json. `table` maps
+    each name to its key in config.json. A name is "Model.layers", for example, or only "layers" if
     `section` is "Model.".
     """
     values = {}

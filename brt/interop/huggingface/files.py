@@ -1,7 +1,7 @@
 """Reads and writes the files of a Hugging Face checkpoint (safetensors and JSON) without torch.
 
 The arrays of a large checkpoint are divided among several safetensors files, which are called
-shards. A JSON file, which is called the index, then has the name of each array's shard.
+shards. Such a checkpoint also has a JSON file, the index, which maps each array to its shard.
 """
 
 import json
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # safetensors needs bfloat16 in NumPy, which this import registers.
+import ml_dtypes  # This import registers bfloat16 in NumPy, which safetensors needs.
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -52,8 +52,8 @@ def weight_files(directory: Path) -> list[str]:
     """Returns the names of the files from which the weights are read, including an index if it is
     used; [] if there are no safetensors.
 
-    If a directory has both a single file and an index, only the single file is read, as
-    transformers does.
+    If a directory has both a single file and an index, only the single file is read, as in
+    transformers.
     """
     if (directory / FILE).is_file():
         return [FILE]
@@ -116,9 +116,9 @@ def write_tensors(
     shard_bytes: int = SHARD_BYTES,
     single: str = FILE,
 ) -> None:
-    """Writes arrays as safetensors. If the arrays have at most `shard_bytes` bytes, they are
-    written to one file, called `single`, otherwise to several files with an index. An array of more
-    than `shard_bytes` bytes gets a file of its own.
+    """Writes arrays as safetensors. Arrays of at most `shard_bytes` bytes in total are written to
+    one file with the name `single`. Otherwise, the arrays are divided among several files, and an
+    index is written. An array of more than `shard_bytes` bytes gets a file of its own.
     """
     shards: list[dict[str, np.ndarray]] = [{}]
     for name, array in tensors.items():

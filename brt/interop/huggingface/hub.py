@@ -1,4 +1,4 @@
-"""Models by their names on the Hugging Face Hub: OWNER/NAME, or OWNER/NAME@REVISION."""
+"""Finds models by their names on the Hugging Face Hub: OWNER/NAME, or OWNER/NAME@REVISION."""
 
 import re
 from pathlib import Path
@@ -25,8 +25,8 @@ def directory(name: str, on_hub: bool = True) -> Path:
     """
     if not on_hub or not (repository := repository_of(name)):
         path = Path(storage.local(name))
-        # The directory of a model is copied from a bucket. The directory of a run, which has
-        # checkpoints, and a directory of several runs are not copied.
+        # If `name` is the address of a model in a bucket, all files of the model are copied. The
+        # directory of a run, which has checkpoints, and a directory of runs are not copied here.
         if any((path / config).is_file() for config in ("config.json", "adapter_config.json")):
             if not (path / "checkpoints").is_dir():
                 storage.of(path).fetch(path)
@@ -43,6 +43,6 @@ def directory(name: str, on_hub: bool = True) -> Path:
 
 
 def repository_of(name: str) -> str:
-    """Returns OWNER/NAME if `name` is that of a model on the hub; "" if it looks like a path."""
+    """Returns OWNER/NAME from the name of a model on the hub; "" if `name` looks like a path."""
     path, match = Path(name), _NAME.fullmatch(name)
     return "" if match is None or path.exists() or path.parent.is_dir() else match[1]

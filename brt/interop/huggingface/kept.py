@@ -122,8 +122,8 @@ def with_decoder_settings(
     elif other_bos:
         original_ids["bos_token_id"] = None
     if original.rotary == model.rotary and ours["model_type"] == theirs["model_type"]:
-        # The original config.json names the kind of scaling of rotary positions, whereas `ours` has
-        # only the numbers that follow from it.
+        # The original config.json names the kind of scaling of rotary positions, and `ours` has
+        # only the numbers that follow from this kind. Therefore the original keys are kept.
         ours = {name: value for name, value in ours.items() if name not in rotary.KEYS}
         unread |= {name: theirs[name] for name in rotary.KEYS if name in theirs}
     # The original ids of BOS and EOS replace those of the export, unless they are in `changes`.
@@ -148,8 +148,8 @@ def write_tokenizer(tokenizer: Tokenizer, target: Path, *, own_code: bool) -> li
     """Writes the tokenizer of a language model, and returns the names of its files. The original
     files are written if the tokenizer has any.
 
-    If `own_code`, the export contains the code of its model, from which transformers cannot infer
-    the class of the tokenizer. tokenizer_config.json then names the class.
+    If `own_code` is True, the export contains the PyTorch code of its model. transformers cannot
+    infer the class of the tokenizer from this code, so tokenizer_config.json names the class.
     """
     if not tokenizer.beside:
         return _write_own_tokenizer(tokenizer, target)

@@ -231,9 +231,9 @@ class EncoderWithHead(NamedTuple):
         return {"input_ids": ids, "attention_mask": valid}
 
     def logits(self, params: Mapping[str, Any], x: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Returns the logits for the two texts `x`, which have T tokens with padding: [2, T, V] for
-        a masked language model with V tokens in the vocabulary, [2, classes] for a classifier, and
-        [2, T, 2] for starts and ends of spans. Logits of padding are 0.
+        """Returns the logits for the two texts `x`, each of T tokens with padding. The shape is
+        [2, T, V] for a masked language model with a vocabulary of V tokens, [2, classes] for a
+        classifier, and [2, T, 2] for the starts and ends of spans. Logits of padding are 0.
         """
         tokens, valid = jnp.asarray(x["input_ids"]), jnp.asarray(x["attention_mask"])
         outputs = self._network().apply({"params": params}, tokens, valid, jax.random.key(0))
@@ -252,7 +252,8 @@ class EncoderWithHead(NamedTuple):
         return _mask_padding(output.logits.numpy(), x)
 
     def is_comparable(self, initialised: Collection[str]) -> bool:
-        # If the checkpoint lacks a head, transformers would initialise another head at random.
+        # If the checkpoint lacks a head, brt and transformers each initialise one at random, so
+        # their logits differ.
         return not initialised
 
     def summary(self) -> str:

@@ -1,5 +1,5 @@
-"""Finds what brt does not read of a directory in Hugging Face's format: keys that must be refused,
-and other keys and files, which notes to the user mention.
+"""Finds what brt does not read of a directory in Hugging Face's format. Some keys must be refused.
+Notes to the user mention other keys and files.
 
 The function that a model computes is defined by the class of transformers for its model_type. brt
 converts all keys of the class that matter. Any other key is of one of two kinds:
@@ -81,8 +81,8 @@ def check(config: Mapping[str, Any], keys: Collection[str]) -> None:
 
 
 def foreign_parts(config: Mapping[str, Any]) -> str:
-    """Returns the parts, each with its key, that config.json asks for but no model of brt has, as
-    one text; "" for none.
+    """Returns a text that lists the parts that config.json asks for and that no model of brt has,
+    each with its key. The text is "" if there are no such parts.
     """
     keys: dict[str, str] = {}
     for name, value in config.items():
@@ -141,7 +141,7 @@ def notes(
 
 
 def notes_of_files(directory: Path, used: Collection[str]) -> list[str]:
-    """Returns notes about the files of a directory that are neither weights nor in `used`, which
+    """Returns notes about those files of a directory that are neither weights nor in `used`. `used`
     has the names of the files that are kept or read.
     """
     known = {*used, *files.weight_files(directory), *(name.split("/")[0] for name in used)}

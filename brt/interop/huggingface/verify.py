@@ -86,8 +86,8 @@ def compare_arrays(
 
 
 def check_logits(actual: np.ndarray, expected: np.ndarray, name: str, rounding: float = 0.0) -> str:
-    """Returns a line for the user with the largest difference of logits, or raises CheckpointError
-    if it is larger than rounding can explain.
+    """Returns a line for the user with the largest difference of logits. Raises CheckpointError if
+    this difference is larger than rounding can explain.
 
     Args:
       actual: the logits of the converted model.

@@ -27,8 +27,9 @@ class Place(NamedTuple):
 
     Attributes:
       leaf: the shape and dtype of the parameter.
-      names: Hugging Face's names of the arrays. There is one array or, if the parameter is a stack,
-        one for each layer (and expert); none if Hugging Face's models have no such parameter.
+      names: Hugging Face's names of the arrays. A parameter that is a stack has one array for each
+        layer (and expert), and any other parameter has one array. The list is empty if Hugging
+        Face's models have no such parameter.
       shape: the shape of each array.
       matrix: True if each array is a matrix [out, in], and the parameter has the axes [*in, *out].
     """
@@ -40,8 +41,8 @@ class Place(NamedTuple):
 
 
 def kernels(leaf: jax.ShapeDtypeStruct, names: list[str], inputs: int, stacked: bool) -> Place:
-    """Returns the place of a kernel whose first `inputs` axes are those of its inputs. If `stacked`
-    is True, `leaf` is a stack of such kernels, with the axis of layers before these axes.
+    """Returns the place of a kernel. The inputs of the kernel have `inputs` axes, which come first.
+    If `stacked` is True, `leaf` is a stack of such kernels, and the axis of layers precedes them.
     """
     shape = leaf.shape[1:] if stacked else leaf.shape
     sizes = math.prod(shape[inputs:]), math.prod(shape[:inputs])

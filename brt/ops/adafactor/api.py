@@ -13,7 +13,7 @@ OP = Op(
         Implementation("pallas_tpu", pallas_tpu.adafactor, pallas_tpu.refusal),
         Implementation("xla", xla.adafactor),
         Implementation("pallas_interpret", pallas_tpu.interpreted, pallas_tpu.refusal),
-        Implementation("reference", xla.adafactor),  # Optax is the definition.
+        Implementation("reference", xla.adafactor),  # optax defines the update.
     ),
 )
 
@@ -36,8 +36,9 @@ def adafactor(
         example the axes of heads and of the dimension of a head.
       decay: the share of the previous second moments in the new ones.
       rate: the learning rate.
-      factor: the update of the parameter, not of the momentum, is multiplied by this number.
-      divisor: the gradients are first divided by this number.
+      factor: the number by which the update of the parameter is multiplied. The momentum is not
+        multiplied by it.
+      divisor: the number by which the gradients are first divided.
     """
     inputs = gradient, parameter, moments, decay, rate, factor, divisor
     return dispatch.run(OP, implementation, *inputs)

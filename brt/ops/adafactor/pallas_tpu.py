@@ -33,8 +33,8 @@ SUMS, NORM, UPDATE = range(3)  # The phases.
 _SUBLANES = 8
 _CHUNK = 16 * _SUBLANES * LANES  # The kernel computes at most this many numbers at a time.
 _MOST_ROWS = 128  # A tile has at most this many rows.
-# The largest and the smallest size of a tile, in bytes. A smaller tile would take less time than
-# the start of a grid step.
+# The largest and the smallest size of a tile, in bytes. With a smaller tile, the computation of a
+# grid step would take less time than the start of the step.
 _LARGEST, _SMALLEST = 2**20, 2**17
 
 
@@ -203,8 +203,8 @@ def _scratch(tiles: Tiles) -> list[Any]:
 class Scratch(NamedTuple):
     """Memory that lasts through the phases of a layer."""
 
-    # [T, R]: in phase 0 each row's sum of squared gradients, and then the factor of each row. The
-    # gradient is multiplied by the factors of rows and columns to get the update.
+    # [T, R]: in phase 0, each row's sum of squared gradients; in later phases, the factor of each
+    # row. The update is the gradient times the factors of rows and columns.
     row_factors: Any
     # [1, B]: the factor of each column.
     column_factors: Any
@@ -232,8 +232,8 @@ def kernel(
         factor of the gradients.
       gradient, parameter: a tile [R, B], or [R H, K] with heads.
       momentum: a tile [R, B].
-      rows, columns: the layer's moving averages of squared gradients, as in `Moments`: those of the
-        rows [T, R], and those of the columns [1, B].
+      rows, columns: the layer's moving averages of squared gradients (`Moments`), [T, R] for its
+        rows and [1, B] for its columns.
       squares: [1, 128], an output: the sum of the layer's squared gradients, 128 times.
       factor: as in `api.adafactor`.
     """

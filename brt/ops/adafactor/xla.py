@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 
 EPSILON = 1e-30  # This number is added to squared gradients.
 MOMENTUM = 0.9
-# The update is multiplied by the root mean square of the parameter, or by this number if it is
-# larger.
+# The update is multiplied by the root mean square of the parameter, or by this number if the root
+# mean square is smaller.
 SMALLEST_SCALE = 1e-3
 
 
@@ -60,8 +60,8 @@ def _of_matrix(
     gradient: Array, parameter: Array, moments: Moments, decay: Array, rate: Array
 ) -> tuple[Array, Moments]:
     """Returns the update and the new moments of one matrix."""
-    # These are the parts of `optax.adafactor`. That function itself would compute the decay from a
-    # count of steps.
+    # The parts of `optax.adafactor` are called one by one, because `optax.adafactor` itself would
+    # compute the decay from a count of steps.
     squares = optax.scale_by_factored_rms(min_dim_size_to_factor=1, decay_rate_fn=lambda *_: decay)
     scale = optax.chain(
         optax.clip_by_block_rms(1.0), optax.scale(rate), optax.scale_by_param_block_rms()

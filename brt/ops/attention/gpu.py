@@ -5,16 +5,16 @@ keys. XLA computes from the spans which tiles of keys a tile of queries visits, 
 queries visit a tile of keys.
 
 The forward kernel has one program for each row of the batch, head and tile of queries. The program
-has a running softmax and loops over the tiles of keys that its queries see. The tensor memory
+loops over the tiles of keys that its queries see, with a running softmax. The tensor memory
 accelerator (TMA) copies tiles of keys, values and bias to shared memory. If the bias depends only
 on the distance, there is one tile of the bias for each distance between a tile of queries and a
 tile of keys. These tiles are stored side by side as one strip per head.
 
 The backward pass recomputes the weights from the log-sum-exp, in three kernels. A program of the
-first kernel computes the gradient of a tile of queries, a program of the second the gradients of a
-tile of keys and values. A program of the third computes the gradient of a tile of the bias, a sum
-over the pairs of tiles that read it. No sum needs atomic additions, so results are bitwise
-reproducible. `gpu_inputs` says what letters in shapes mean.
+first kernel computes the gradient of a tile of queries. A program of the second kernel computes the
+gradients of a tile of keys and values. A program of the third kernel computes the gradient of a
+tile of the bias, which is a sum over the pairs of tiles that read this tile. No sum needs atomic
+additions, so results are bitwise reproducible. `gpu_inputs` says what letters in shapes mean.
 """
 
 import functools
@@ -103,7 +103,7 @@ def attend(
     Args:
       spans: the first key that each query sees, and the key after the last one.
       cached: the C keys and values that precede `keys` and `values`.
-      scale: if given, queries and keys are scaled to norm 1, and queries then multiplied by it.
+      scale: if given, queries are scaled to this norm, and keys to norm 1.
       whole_tiles: True if the spans need not be applied to single logits, because the spans consist
         of whole tiles, or because the bias or the mask hides all keys outside of the spans.
       bias, factors, draws: see `KernelInputs`.
@@ -138,8 +138,8 @@ def attend(
 
 def _norms(vectors: list[Array], scale: Float[Array, " G"]) -> Float[Array, "B G 2 S"]:
     """Returns `query_norms` or `key_norms` of `KernelInputs`; for keys, the scale is 1."""
-    # No gradient passes through the norms here, because the kernels already include it in the
-    # gradients of queries and keys.
+    # No gradient passes through the norms here, because the gradients of queries and keys that the
+    # kernels compute already include the normalization.
     inverses = jax.lax.stop_gradient(jnp.concatenate([inverse_norm(x) for x in vectors], axis=1))
     return jnp.stack([inverses * scale[None, None], jnp.square(inverses)], axis=1).transpose(
         0, 3, 1, 2
@@ -296,8 +296,9 @@ def _call(
     def arrivals(names: Sequence[str]) -> int:
         return sum(parts if name in vectors else 1 for name in names)
 
-    # With a second slot, copies are under way during computations. Two programs that share a
-    # multiprocessor hide even more of the time of copies, so they are preferred to a second slot.
+    # A slot has room for one tile of each input in `ring`. With a second slot, copies are under way
+    # during computations. Two programs that share a multiprocessor hide even more of the time of
+    # copies, so they are preferred to a second slot.
     def preference(slots: int) -> tuple[int, int]:
         sizes = [tile_bytes(name) * (slots if name in ring else 1) for name in tiled]
         used = _BESIDES + sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)

@@ -1,9 +1,9 @@
 """Inputs of the kernels in `gpu_kernels`, and their division into tiles.
 
 This module does not import Mosaic GPU, so it can be imported with every version of jax. In shapes,
-T is the number of queries and S of keys of a row of the batch, H of heads of queries, and G of
-heads of keys. Each head of keys serves H / G consecutive heads of queries. I and J are the numbers
-of tiles of queries and of keys.
+T is the number of queries of a row of the batch, S the number of keys of a row, H the number of
+heads of queries, and G the number of heads of keys. Each head of keys serves H / G consecutive
+heads of queries. I is the number of tiles of queries, and J the number of tiles of keys.
 """
 
 from typing import Any, NamedTuple

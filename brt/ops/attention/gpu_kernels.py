@@ -4,7 +4,7 @@ One warpgroup runs a kernel for one tile of the outputs, in a loop over tiles of
 and outputs are in global memory. In shared memory, each input that changes in the loop has one or
 several slots, each with room for the tile of a step. While the warpgroup computes with the tiles in
 one slot, the tiles of later steps are copied to the other slots. In shapes, R and C are the numbers
-of rows and columns of a tile of logits.
+of rows and columns of a tile of logits, and P is the number of columns of a part of vectors.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ class Program(NamedTuple):
 
     inputs: KernelInputs
     settings: KernelSettings
-    buffers: dict[str, Any]  # the shared memory of each input, [slots, ...], by its name
+    buffers: dict[str, Any]  # maps the name of each input to its shared memory [slots, ...]
     resident: Sequence[str]  # the inputs that have a single tile, which stays in slot 0
     ring: Sequence[str]  # the inputs whose tiles are copied in each step of the loop
     ready: Any  # the barrier at which the copies before the loop arrive
@@ -73,7 +73,7 @@ class Program(NamedTuple):
     ) -> Any:
         """Returns the final carry of `carry = step(pair, carry)` for the pairs of `count` steps.
 
-        `pair_of_step(n, slot)` returns the pair of step n, whose tiles are in this slot.
+        `pair_of_step(n, slot)` returns the pair of step n, whose tiles are in the given slot.
         """
 
         def copy(n: Any, slot: Any, barrier: Any) -> None:
@@ -240,7 +240,7 @@ def attention_forward(program: Program, y: Any, lse: Any) -> None:
         # key. In rows without visible keys, this logit has all the weight, so that the output is
         # zero. In other rows its weight is zero, because FLOOR is far below the logits of visible
         # keys.
-        # The carry is the maximum of each row's logits, times log2(e), and the sum of its weights.
+        # The carry has, for each row, the largest logit times log2(e), and the sum of the weights.
         start = constant(LOG2E * FLOOR, TILE), constant(1.0, TILE)
 
         def pair_of_step(n: Any, slot: Any) -> TilePair:

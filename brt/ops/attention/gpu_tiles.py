@@ -10,7 +10,7 @@ module raises an ImportError, and the kernels are then refused as not available.
 
 A tile of vectors, such as keys, is split into parts of at most 128 columns (`vector_parts`). A
 buffer in shared memory has one or several slots, each with room for a tile. In shapes, R and C are
-the numbers of rows and columns of a tile, and P of columns of a part.
+the numbers of rows and columns of a tile, and P is the number of columns of a part.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,14 +56,14 @@ _PARAMS = CompilerParams(**_OPTIONS, lowering_semantics=LoweringSemantics.Lane)
 
 
 def program_place() -> tuple[Array, Array, Array]:
-    """Returns the indices of the row of the batch (or group), head and tile."""
+    """Returns the index of the row of the batch (or of the group), of the head and of the tile."""
     lane, head, tile = (jax.lax.axis_index(name) for name in _AXES)
     return lane, head, tile
 
 
 # The following functions are about tiles in shared memory, in the layout in which matrix products
 # read them. In their arguments, `to` is the destination, and `arrived` the barrier at which the
-# copies arrive. For vectors, `place` has the indices of the row of the batch, tile and head.
+# copies arrive. For vectors, `place` is (row of the batch, tile, head), three indices.
 
 
 def _tiling(itemsize: int) -> tuple[Any, ...]:
@@ -206,10 +206,10 @@ def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:
 def accumulate(
     count: int, width: int, computation: Callable[..., Any]
 ) -> tuple[list[Float[Array, "R P"]], Any]:
-    """Runs `computation`; returns the final numbers in `count` accumulators, and its result.
+    """Runs `computation` with `count` accumulators; returns their final numbers and its result.
 
-    The computation gets references to the accumulators, which are registers [TILE, width]. They are
-    zero at first, and the computation adds matrix products to them.
+    The computation gets references to the accumulators, which are registers [TILE, width]. The
+    accumulators are zero at first, and the computation adds matrix products to them.
     """
 
     def run_and_read(*totals: Any) -> tuple[list[Array], Any]:

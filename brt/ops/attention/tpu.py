@@ -1,7 +1,8 @@
 """Attention on TPUs to a whole slab of keys: how the arrays become kernel calls.
 
-A slab is the S keys and values that the Q queries of a block share. `tpu_call` describes the
-kernels. In shapes, X is the number of slabs, and G of heads of keys.
+A slab is the S keys and values that the Q queries of a block share. A step of a kernel's grid has a
+tile of these queries, and processes it in sub-tiles. `tpu_call` describes the kernels. In shapes, X
+is the number of slabs, and G the number of heads of keys.
 """
 
 import functools
@@ -36,8 +37,9 @@ _ARRAYS = 5  # The kernels need VMEM for this many float32 arrays of the size of
 
 
 def heads_together(heads: int, width: int) -> int:
-    """Returns the number of heads of a step: as many as fill 128 lanes, or 1 if `heads` is not a
-    multiple of this number.
+    """Returns the number of heads of a step.
+
+    It is the number of heads that fill 128 lanes, or 1 if this number does not divide `heads`.
     """
     count = max(LANES // width, 1)
     return count if heads % count == 0 else 1
@@ -46,8 +48,8 @@ def heads_together(heads: int, width: int) -> int:
 class SlabSizes:
     """The sizes of attention to whole slabs on one device, and the VMEM that it needs.
 
-    The argument `keys` is the number S of keys of a slab. A call reads at most `max_keys` of these
-    keys, a multiple of 128, and the attribute `keys` is the number of keys that a call reads. A
+    The argument `keys` is the number S of keys of a slab. A call reads at most `max_keys` (a
+    multiple of 128) of these keys. The attribute `keys` is the number of keys that a call reads. A
     step of the grid has `together` heads. `own_masks` is True if each query has a mask of its own.
     """
 

@@ -1,20 +1,22 @@
 """Calls of the attention kernels for TPUs: logits, weights and their gradients stay in VMEM.
 
 The grid is (group of heads, tile of queries, row of the batch, block). A step attends from a tile
-of queries to a slab of keys. With a window, the slab is the block of W queries and the block before
-it. A sub-tile of r queries then reads W + r keys of the slab, and all sub-tiles share one bias
-[W + r, r], because the bias depends only on the distance of query and key. Without a window, a step
-reads all keys of its row or block. The grid visits all rows of the batch for one tile of queries
-before it goes on to the next tile. A tile of the bias is therefore read once, and its gradient is
-added up in VMEM.
+of queries to a slab of keys. With a window, the tile is a block of W queries, and the slab has the
+keys of this block and of the block before. A sub-tile of r queries then reads W + r keys of the
+slab, and all sub-tiles share one bias [W + r, r], because the bias depends only on the distance of
+query and key. Without a window, a step reads all keys of its row or block. The grid visits all rows
+of the batch for one tile of queries before it goes on to the next tile. A tile of the bias is
+therefore read once, and its gradient is added up in VMEM.
 
 The backward pass recomputes the weights from the log-sum-exp. It goes through the blocks of a
 segment from the last to the first, because the keys of a block receive gradients from the queries
 of the next block. If heads of queries share keys, the kernel writes separate gradients of the keys
 for each head of queries, and XLA adds these up.
 
-In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys, T of
-tokens of a row, L of keys of a slab, K of numbers of a head, and D of parts of a segment.
+In shapes, B is the number of rows of the batch, H the number of heads of queries, G the number of
+heads of keys, T the number of tokens of a row, L the number of keys of a slab, R the number of
+queries of a bias, K the size of a head, and D the number of parts of a segment
+(`SlabSettings.part`).
 """
 
 import functools
@@ -198,8 +200,8 @@ def _call_backward(arguments: SlabArguments, inputs: SlabInputs, s: SlabSettings
 
 def _inputs(arguments: SlabArguments) -> SlabInputs:
     def parts(x: tuple[Array, ...]) -> tuple[Array, ...]:
-        # A step reads two blocks of a window's segment: the block of its queries and the block
-        # before it. The segment is therefore passed twice.
+        # With a window, x is (cached block, segment). A step reads two blocks of the segment, the
+        # block of its queries and the block before, so the segment is passed twice.
         return x if len(x) == 1 else (x[0], x[1], x[1])
 
     a, scale = arguments, arguments.scale

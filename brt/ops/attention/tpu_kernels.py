@@ -4,9 +4,9 @@ A step of the grid has a tile of queries and a slab of keys, for one row of the 
 which lie side by side in the lanes. The queries are processed in sub-tiles. Logits and weights are
 matrices of keys x queries, so that maxima and sums over the keys need no operations across lanes.
 
-In shapes, R is the number of queries of a step, r of a sub-tile, L of keys of the slab, C of keys
-that a sub-tile reads, W of tokens of a window, K the size of a head, and P = G K the number of
-lanes of all heads of a step.
+In shapes, R is the number of queries of a step, r the number of queries of a sub-tile, L the number
+of keys of the slab, C the number of keys that a sub-tile reads, W the number of tokens of a window,
+K the size of a head, and P = G K the number of lanes of all heads of a step.
 """
 
 import functools
@@ -54,11 +54,12 @@ class SlabSettings(NamedTuple):
     queries: int  # R, the number of queries of a step
     forward_rows: int  # r in the forward kernel
     rows: int  # r in the backward kernel
-    # W if there is a window: the slab then is the block of R = W queries and the block before it,
-    # and every query sees only the keys in its window. 0 if every query sees the whole slab.
+    # W if there is a window: the slab then has the keys of the block of R = W queries and of the
+    # block before, and a query sees only the keys in its window. 0 if queries see the whole slab.
     window: int = 0
     # Documents start only at multiples of this number of tokens of a segment. If the number is a
-    # multiple of W, documents start only at blocks, and the kernels hide the whole block before.
+    # multiple of W, documents start only at blocks, and the kernels hide the block before the
+    # queries' block as a whole or not at all.
     part: int = 0
     normalizes_keys: bool = False  # True if the kernels scale keys to length 1
     learns_bias: bool = True  # False if the bias only hides keys and has no gradient
@@ -114,8 +115,8 @@ class SlabInputs(NamedTuple):
     #   int32 [2, R]: the first key that a query sees, and the key after the last one.
     mask: Any = None
     # For each query, two words from which the dropout of its weights is hashed, int32 [2, R]
-    # (`dropout_hash.draw_words`). For windows, instead the mask of dropout for a block, packed by
-    # `dropout_bits`, uint32 [_, W].
+    # (`dropout_hash.draw_words`). For windows, this is the dropout mask of a block instead, packed
+    # by `dropout_bits` into words for each of the W queries, uint32 [words, W].
     dropout: Any = None
     scale: Any = None  # The norm to which queries are scaled, [1, 128]; None leaves them unscaled.
     # The following fields are for the backward pass only.
@@ -159,14 +160,16 @@ class SlabGradients(NamedTuple):
 
     q: Any
     # Without a window, the gradients of the slab's keys and values [L, P], which the step of the
-    # last tile of queries writes. With a window, the gradients of the queries' own block [W, P].
+    # last tile of queries writes. With a window, the gradients [W, P] of the keys and values of the
+    # block that the step's queries are in.
     keys: Any
     values: Any
     # The gradients of a window's cached block. If the kernel normalizes keys, `cached_keys` is the
     # gradient of the normalized keys.
     cached_keys: Any
     cached_values: Any
-    # The gradients of bias and scale are float32 sums over all steps that read the same block.
+    # The float32 gradients of a block of the bias and of the scale. Each is a sum over all steps
+    # that read this block.
     bias: Any
     scale: Any
 
@@ -354,8 +357,8 @@ def _add_head(
 ) -> Array:  # fmt: skip
     """Adds the contributions of a head's sub-tile to the gradients of keys, values, bias and scale.
 
-    Returns the gradient of the queries. It is [K, r] if `columns`, the transposed keys of the slab,
-    is given, and [r, K] if `columns` is None, because a step has only one head.
+    If a step has several heads, `columns` is the transposed keys of the slab, else None. Returns
+    the gradient of the queries, [K, r] with `columns` and [r, K] without.
     """
     (q, inverse), d_out = inputs.query(head, tile.rows, s), s.only(head, inputs.gradient[tile.rows])
     if s.rate:

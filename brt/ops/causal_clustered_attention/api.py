@@ -3,7 +3,7 @@
 In non-causal clustered attention (`brt.ops.clustered_attention`), clusters and their centroids
 depend on the complete sequence. Here, centroids are parameters, and each query chooses one of them.
 One softmax over all earlier tokens is merged from four parts. The token's own query attends to the
-keys of the first three, so their logits are exact:
+keys of the first three parts, so these logits are exact:
 
   window: the W keys that a sliding-window layer reads.
   nearby: the keys of the previous block that have left the window.
@@ -13,9 +13,9 @@ keys of the first three, so their logits are exact:
     token, and their logits are corrected by the second term of Jensen's gap: the mean of exp(q.k)
     over queries q around a centroid c with variance var is about exp(c.k + var |k|^2 / 2).
 
-The memory has the best keys of each centroid and one vector for the rest, so it has the constant
-size C (R + 1) per head. If centroids were means of earlier queries, they would move from block to
-block, and the summary of a moved centroid would have to be computed again from all keys.
+The memory of a head has, for each centroid, the best keys and one vector for the rest. Its size is
+constant: C (R + 1) vectors. If centroids were means of earlier queries, they would move from block
+to block, and the summary of a moved centroid would have to be computed again from all keys.
 
 In shapes, a segment has T tokens in N blocks of W tokens, and Z = T + W is the number of keys of
 the cached block and the segment together. C is the number of centroids of a head, and R the number
@@ -68,13 +68,13 @@ def memory_scan(
     *,
     implementation: str | None = None,
 ) -> tuple[CentroidMemory, CentroidMemory]:
-    """Returns the memory that the block after the segment reads, and those for the segment itself.
+    """Returns the memory that the block after the segment reads, and the memories of the segment.
 
-    The second result stacks, on a first axis, the memories that the N blocks of the segment read.
+    The second result stacks, on axis 0, the memories that the N blocks of the segment read.
 
     Args:
-      keys, values: those of the cached block (the last block before the segment), followed by those
-        of the segment. They have no rotary embedding.
+      keys, values: the keys and values of the cached block (the last block before the segment),
+        followed by those of the segment. Keys have no rotary embedding.
       cache_mask: False where block n begins a new document and reads an empty memory.
       past: the memory that the first block of the segment reads.
     """
@@ -100,7 +100,7 @@ def causal_clustered_attention(
     """Returns the attention output of every token over all earlier tokens.
 
     Args:
-      queries: already multiplied by any scale. They have no rotary embedding.
+      queries: already multiplied by any scale, without rotary embedding.
       window: the result of attention to each token's window.
       keys, values, cache_mask: as for `memory_scan`, whose second result is `pasts`.
       bias: added to the logits of all keys outside the window.
@@ -127,7 +127,7 @@ def causal_clustered_attention_step(
     """Returns `causal_clustered_attention` of a single token, for decoding.
 
     Args:
-      keys, values: of the complete block before the token's block.
+      keys, values: the keys and values of the complete block before the token's block.
       cache_mask: True if the token may read the previous block and the memory.
       position: the index of the token in its block.
       past: the memory that the token's block reads.

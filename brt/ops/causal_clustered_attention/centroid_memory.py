@@ -1,8 +1,8 @@
 """A memory of constant size for keys that queries no longer read individually.
 
 A block is added to the memory when the next block ends. Each centroid then chooses among the keys
-of the block and the keys that it has kept so far, and it keeps those with the largest logits. The
-values of all other keys are added to a weighted sum, which is the result of the centroid's own
+of the block and the keys that it has kept so far, and keeps the keys with the largest logits. The
+values of all other keys are added to a weighted sum. This sum is the output of the centroid's own
 attention to these keys. Nothing is ever removed from the sum, so every key counts exactly once.
 
 In shapes, Q is the number of queries, C the number of centroids of a head, R the number of a
@@ -28,7 +28,7 @@ class Centroids(NamedTuple):
 
     vectors: Float[Array, "H C K"]  # including any scale by which queries are multiplied
     # The variance of the queries around their centroid, averaged over the K numbers of a query;
-    # zero if all queries of a centroid are taken to be equal to it.
+    # zero means that all queries of a centroid are treated as equal to the centroid.
     variances: Float[Array, "H C"]
 
 
@@ -42,8 +42,8 @@ class CentroidMemory(NamedTuple):
     # there are fewer keys, the slots without a key are zeros.
     keys: Float[Array, "B H C R K"]
     values: Float[Array, "B H C R K"]
-    # The centroid's float32 attention output over all other keys. The logit of such a key k for
-    # centroid c is c.k + v |k|^2 / 2, with the centroid's variance v.
+    # The centroid's float32 attention output over all keys that it does not keep. The logit of such
+    # a key k for a centroid c with the variance v is c.k + v |k|^2 / 2.
     rest: Float[Array, "B H C K"]
     lse: Float[Array, "B H C"]  # the float32 log-sum-exp of the logits of these other keys
     # The number of slots that hold a key, for each row of the batch. If it is 0, the other arrays

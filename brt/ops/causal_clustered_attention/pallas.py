@@ -4,11 +4,11 @@ The attention of a token to the keys before its window has three parts. The kern
 parts in which each query sees a span of consecutive keys: the keys of the previous block that have
 left the window, and the keys that the query's centroid keeps. A query is multiplied with the keys
 of all centroids, and all keys except those of the query's own centroid are masked. Nothing is
-sorted or gathered, no logits are written to memory, and no gradient of a key is scattered. Plain
-XLA computes the third part, the attention of the query's centroid to the remaining keys. This part
-is one vector for each query.
+sorted or gathered, no logits are written to memory, and no gradient of a key is scattered. The
+third part, the attention of the query's centroid to the remaining keys, is one vector for each
+query, which plain XLA reads from the memory.
 
-The module `api` says what letters in shapes mean.
+The module `api` says what the letters in shapes mean. S is the number of keys.
 """
 
 import functools

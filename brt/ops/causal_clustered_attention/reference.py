@@ -1,4 +1,4 @@
-"""Causal clustered attention in float32. The memory of each block is computed from all keys before.
+"""Causal clustered attention in float32, with each block's memory computed from all keys before it.
 
 In shapes, M is the number of keys from which a centroid chooses; see `api` for the other axes.
 """
@@ -121,7 +121,7 @@ def _attend(
     `window` is the attention to the window. `keys` and `values` are those of the previous block,
     and `mask` is True for keys that have left the window of a query. `past` is the memory of all
     centroids, and a query reads the memory of the nearest centroid. `bias` is added to the logits
-    of all keys that have left the window.
+    of these keys and of all keys in the memory.
     """
     away = queries[:, :, :, None] - centroids.vectors[None, :, None]
     label = jnp.argmin(jnp.sum(jax.lax.stop_gradient(away) ** 2, axis=-1), axis=-1)
@@ -135,7 +135,7 @@ def _attend(
     nearby = jnp.einsum("bhqk,bhsk->bhqs", queries, keys) + head_bias
     best = jnp.einsum("bhqk,bhqrk->bhqr", queries, best_keys) + head_bias
     there = jnp.arange(best.shape[-1])[None] < past.filled[:, None]
-    # The window's output and the centroid's summary of its other keys have one column each.
+    # The window has one column, and so have the keys that the centroid does not keep.
     columns = [
         window.lse[..., None], jnp.where(mask[:, None], nearby, -jnp.inf),
         jnp.where(there[:, None, None], best, -jnp.inf), total[..., None] + head_bias,

@@ -1,8 +1,8 @@
 """Causal clustered attention in plain XLA, for all blocks at once.
 
 The tokens of a block are sorted by centroid, so that a centroid's keys are gathered once for
-several of its queries. In shapes, Q is the number of queries of a block; see `api` for the other
-axes.
+several of its queries. In shapes, Q is the number of queries of a block. In `_gather_by_tile`, N is
+the number of tiles. `api` describes the other axes.
 """
 
 import jax

@@ -63,7 +63,7 @@ def attend(
     Args:
       queries: not yet multiplied by `scale`, the factor of the logits.
       valid: False for padding, which no query sees and which does not affect the result.
-      config: there are at most T clusters and at most T best keys.
+      config: if its numbers of clusters or best keys exceed T, T takes their place.
       dropout: applied to the centroids' weights [B, H, C, T], which the members of a cluster share,
         and to each query's own weights of the best keys.
       bias: a relative position bias for each distance.
@@ -92,7 +92,7 @@ def attend_by_label(
 ) -> Float[Array, "B T H E"]:
     """Returns the output of `attend` for known clusters.
 
-    There are C = min(`config.clusters`, T) clusters. The label of padding is C.
+    `labels` has each query's cluster, one of C = min(`config.clusters`, T), and C for padding.
     """
     if config.kind not in _KINDS:
         raise NotImplementedError(

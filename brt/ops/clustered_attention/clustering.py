@@ -1,8 +1,8 @@
 """Clustering of queries by k-means of their hash codes (Vyas et al. 2020, section 3.2).
 
-A code is a vector of +1 and -1, and the distance of two codes is the number of different bits. To
-compute distances, codes are packed to words of 32 bits, because on CPUs this takes a quarter of the
-time that products of the vectors take.
+A code is a vector of +1 and -1, and the distance of two codes is the number of bits in which they
+differ. To compute distances, codes are packed to words of 32 bits. On CPUs, this takes a quarter of
+the time of products of the vectors.
 
 In shapes, P is the number of bits of a code, W the number of its words, and C the number of
 clusters.
@@ -35,9 +35,9 @@ def cluster_queries(
 ) -> Int[Array, "B H T"]:
     """Hashes the queries and returns the cluster of each, from k-means of the hash codes.
 
-    There are min(`config.clusters`, T) clusters; padding gets this number as its label. An example
-    with fewer queries uses at most one cluster per query. The result for an example does not depend
-    on the rest of the batch or padding, and has no gradient.
+    There are C = min(`config.clusters`, T) clusters, and padding gets the label C. An example with
+    fewer queries uses at most one cluster per query. The result for an example does not depend on
+    the rest of the batch or padding, and has no gradient.
     """
     queries = jax.lax.stop_gradient(queries)
     tokens, width = queries.shape[2:]
@@ -69,10 +69,10 @@ def kmeans(
 
     Codes are assigned to the nearest centroids `iterations` times. Between two assignments, each
     bit of a centroid becomes the majority of this bit in the cluster's codes, or -1 for a tie.
-    Empty clusters keep their centroid. Codes are not assigned to clusters that are not `active`.
+    Empty clusters keep their centroid. Codes are assigned only to clusters that are `active`.
 
-    Returns the cluster of each code (C for padding), and the centroids to which the last assignment
-    refers. Neither of the two has a gradient.
+    Returns the cluster of each code (C for padding), and the centroids that the last assignment
+    used. Neither result has a gradient.
     """
     codes, centroids = map(jax.lax.stop_gradient, (codes, centroids))
     inputs = Codes(codes, valid, centroids, active)
@@ -103,7 +103,10 @@ def nearest_centroids(
     centroids: UInt32[Array, "B H W C"],
     active: Bool[Array, "B C"],
 ) -> Int[Array, "B H T"]:
-    """Returns, for each packed code, the first of the nearest active centroids; C for padding."""
+    """Returns the index of each code's nearest active centroid; C for padding.
+
+    The codes are packed. Of several nearest centroids, the first one is taken.
+    """
     clusters = centroids.shape[-1]
     pairs = (codes[:, :, i, None] ^ centroids[:, :, i, :, None] for i in range(codes.shape[2]))
     distance = sum(jax.lax.population_count(pair).astype(jnp.int32) for pair in pairs)
@@ -142,13 +145,13 @@ def _word(bits: Bool[Array, "B H T P"]) -> UInt32[Array, "B H T"]:
 
 
 def _pad_to_words(x: Float[Array, "P *K"]) -> Float[Array, "Q *K"]:
-    # A number of bits that is no multiple of 32 takes longer, so planes of zeros are added. They do
-    # not change the clusters, because all vectors have the same bit for a plane of zeros.
+    # A number of bits that is no multiple of 32 takes longer, so planes of zeros are added, Q in
+    # all. They do not change the clusters, because all vectors have the same bit for such a plane.
     return jnp.pad(x, ((0, -len(x) % 32), *((0, 0),) * (x.ndim - 1)))
 
 
 def _random_order(key: jax.Array, valid: Bool[Array, "B T"], count: int) -> Int[Array, "B R"]:
-    """Returns `count` different positions in random order, the valid ones first."""
+    """Returns R = `count` different positions in random order, the valid ones first."""
     positions = jnp.arange(valid.shape[1])
     # The random number of a position does not depend on the number of positions.
     draw = jax.vmap(lambda position: jax.random.uniform(jax.random.fold_in(key, position)))

@@ -16,8 +16,8 @@ class ClusteredConfig:
     kind: str
     clusters: int  # the number of clusters of a head's queries; short sequences have fewer
     top_k: int  # the number of keys for which the members of a cluster compute their own logits
-    # The `top_k` keys together get the weight that the centroid gives them; True stops the gradient
-    # of this weight.
+    # A member gives the `top_k` keys together the weight that its centroid gives them. True stops
+    # the gradient of this weight.
     mass_stop_gradient: bool
 
     def cluster_count(self, labels: Int[Array, "B H T"]) -> int:

@@ -1,4 +1,4 @@
-"""Locality-sensitive hashing: bit p of a code says on which side of random plane p a vector is."""
+"""Locality-sensitive hashing: bit p of a code says on which side of plane p the vector lies."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,10 @@ def random_planes(key: jax.Array, *, bits: int, width: int, offsets: bool) -> Pl
 
 
 def hash_codes(x: Float[Array, "*B K"], planes: Planes) -> Float[Array, "*B P"]:
-    """Returns float32 codes: a bit is +1 where the product with the normal exceeds the offset."""
+    """Returns float32 codes.
+
+    A bit is +1 if the product of x and the plane's normal exceeds the plane's offset, otherwise -1.
+    """
     projected = jnp.einsum(
         "...k,pk->...p", x.astype(jnp.float32), planes.normals, precision=jax.lax.Precision.HIGHEST
     )
@@ -34,7 +37,7 @@ def hash_codes(x: Float[Array, "*B K"], planes: Planes) -> Float[Array, "*B P"]:
 def unit_scale(x: Float[Array, "B H T K"], valid: Bool[Array, "B T"]) -> Float[Array, "B H T K"]:
     """Returns x in float32, divided by the root mean square of each head's valid vectors.
 
-    The offsets of planes are about 1. Without the scaling, they would have no effect on long
+    The offsets of planes are about 1. Without the scaling, the offsets would have no effect on long
     vectors and would give all short vectors the same code.
     """
     x = jnp.where(valid[:, None, :, None], x.astype(jnp.float32), 0)

@@ -1,4 +1,4 @@
-"""Sums over the queries of clusters, copies of clusters' vectors for queries, and tiles of queries.
+"""Sums over a cluster's queries, copies of its vector for the queries, and tiles of queries.
 
 The queries of a head are sorted by cluster and laid out in N tiles of M slots. Each tile belongs to
 one cluster, and only the last tile of a cluster has empty slots. An array that the queries of a
@@ -27,8 +27,9 @@ class QueryTiles(NamedTuple):
 def tile_size(tokens: int, clusters: int) -> int:
     """Returns the number of slots of a tile, the largest power of 2 up to a cluster's mean size.
 
-    It is at least 8 and at most 128. The empty slots are fewer than the slots of `clusters` tiles,
-    so with 8 or more queries per cluster, less than half of all slots are empty.
+    The number is at least 8 and at most 128. The number of empty slots is smaller than that of the
+    slots of `clusters` tiles. With a mean of 8 or more queries per cluster, less than half of all
+    slots are therefore empty.
     """
     usual = max(tokens // clusters, 1)
     return min(max(1 << (usual.bit_length() - 1), 8), 128)
@@ -87,14 +88,14 @@ def _inverse_permutation(order: Int[Array, "B H T"]) -> Int[Array, "B H T"]:
 
 
 def to_tiles(x: Float[Array, "B H T K"], tiles: QueryTiles) -> Float[Array, "B H N M K"]:
-    """Returns the vectors x of the queries in the queries' slots; empty slots are zero."""
+    """Returns, for each slot, the vector x of the slot's query; empty slots get zeros."""
     return _permute_rows(x, tiles.queries, tiles.slots).reshape(
         *tiles.clusters.shape, -1, x.shape[-1]
     )
 
 
 def from_tiles(x: Float[Array, "B H N M K"], tiles: QueryTiles) -> Float[Array, "B H T K"]:
-    """Returns, for each query, the vector of x in the query's slot; padding gets zeros."""
+    """Returns, for each query, the vector that x has in the query's slot; padding gets zeros."""
     flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
     return _permute_rows(flat, tiles.slots, tiles.queries)
 
@@ -124,7 +125,7 @@ def cluster_sums(
 def gather_by_label(
     x: Float[Array, "B H C K"], labels: Int[Array, "B H T"]
 ) -> Float[Array, "B H T K"]:
-    """Returns, for each query, the row of x of the query's cluster; padding gets zeros."""
+    """Returns, for each query, the row of x for the query's cluster; padding gets zeros."""
     return _gather_by_label(x, labels, x.shape[2])
 
 

@@ -1,9 +1,9 @@
 """Clustered and improved clustered attention, with a Pallas kernel for the attention of centroids.
 
-The centroids of the clusters attend to the keys like queries, so the kernels of masked attention
-compute their attention, forward and backward (`brt.ops.masked_attention`). The weights [C, X] of
-the centroids never leave the chip. Plain XLA computes all else: the sums over clusters and, for
-improved clustered attention, the best keys and the attention of the queries to the best keys.
+The centroids of the clusters attend to the keys like queries, so the kernels of
+`brt.ops.masked_attention` compute the attention of the centroids, forward and backward. The weights
+[C, X] of the centroids never leave the chip. Plain XLA computes all else: the sums over clusters
+and, in improved clustered attention, the best keys and the queries' attention to them.
 """
 
 import functools
@@ -28,7 +28,7 @@ _TILE = 128  # Centroids and keys are padded to a multiple of this number.
 def feature_refusal(
     inputs: ClusterInputs, config: ClusteredConfig, *, dropout: Any = None
 ) -> str | None:
-    """Returns why no kernel supports these settings, or None.
+    """Returns why no kernel supports these settings, or None if one does.
 
     Sizes are not checked here, because interpreted kernels take all sizes.
     """
@@ -80,7 +80,7 @@ def _attend(
     backend: str,
     **options: Any,
 ) -> AttentionPart:
-    """Returns the attention of the centroids to the keys that they see, where `seen` is True.
+    """Returns the attention of the centroids to the keys for which `seen` is True.
 
     The arguments are those of `xla.CentroidAttention`. `logits` are not used, because the kernels
     compute them. `options` may have `interpret`, an argument of the kernels.
@@ -90,7 +90,7 @@ def _attend(
     # so heads become rows.
     by_head = jnp.broadcast_to(seen, (batch, heads, *seen.shape[2:]))
     mask = _padded(by_head, 3) if seen.shape[2] == 1 else _padded(_padded(by_head, 3), 2)
-    # The TPU's kernels read heads of 64 in pairs. A row has one head here, so its size is padded.
+    # The TPU's kernels read heads of 64 in pairs. Here, a row has one head, which is padded.
     spare = -width % LANES if backend == "tpu" else 0
     q, k, v = (
         _padded(jnp.pad(x, ((0, 0),) * 3 + ((0, spare),)), 2)

@@ -1,4 +1,4 @@
-"""Clustered attention, computed with all weights [B, H, T, X] at once; hash codes and k-means."""
+"""Clustered attention with all weights [B, H, T, X] at once; also hash codes and k-means."""
 
 from functools import partial
 

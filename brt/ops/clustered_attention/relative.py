@@ -1,9 +1,10 @@
 """A relative position bias, such as T5's, for clustered attention.
 
 The logits of a cluster are the means of its members' logits, including their biases. The mean blurs
-the distances; the best keys of improved clustered attention get the exact bias of every query. The
-argument `row` has the bias of each distance. In shapes, R is the number of best keys, N the number
-of tiles, and M the number of slots of a tile (`members`); see `api` for the other axes.
+the distances. In improved clustered attention, however, the logits of the best keys have the exact
+bias of every query. The argument `row` has the bias of each distance. In shapes, R is the number of
+best keys, N the number of tiles, and M the number of slots of a tile (`members`). `api` describes
+the other axes.
 """
 
 import jax

@@ -34,7 +34,7 @@ class BestKeys(NamedTuple):
     """The best keys of each cluster: the keys with the largest logits for its centroid."""
 
     indices: Int[Array, "B H C R"]
-    # False for slots without a key, if there are fewer than R valid keys
+    # False for entries of `indices` without a key, if there are fewer than R valid keys
     there: Bool[Array, "B H C R"]
     # True for the best keys; the value for invalid keys has no meaning
     mask: Bool[Array, "B H C X"]
@@ -137,8 +137,8 @@ def _best_keys_lse(
     mean_bias: Float[Array, "B H C X"] | None,
 ) -> Float[Array, "B H C"]:
     """Returns the log-sum-exp of each centroid's logits of the best keys of its cluster."""
-    # The paper gives the best keys the same total weight for each member of the cluster, so the
-    # centroid determines this weight.
+    # In the paper, all members of a cluster give the best keys the same total weight, so the weight
+    # is computed from the centroid.
     logits = matmul_nt(centroids[..., None, :], best_keys)[..., 0, :]
     if mean_bias is not None:
         logits += jnp.take_along_axis(mean_bias, best.indices, axis=-1)

@@ -10,7 +10,7 @@ Its output R is the amount by which U exceeds the threshold, relative to the thr
 
 The last line is the reset of a neuron that has fired. The comparison Y_j > 0 has no gradient. The
 hand-written backward pass saves only U. A source has K x K neurons for each of its heads. In
-shapes, B is the number of sources, and M of segments.
+shapes, B is the number of sources, and M the number of segments.
 """
 
 import jax
@@ -23,7 +23,7 @@ Scalar = Float[Array, ""]
 def accumulate(
     membrane: Float[Array, "*B K K"], x: Float[Array, "*B K K"], leak: Scalar, threshold: Scalar
 ) -> Float[Array, "*B K K"]:
-    """Returns the potential U_j before the reset, from U_{j-1} (`membrane`) before its reset."""
+    """Returns U_j for the potential U_{j-1} (`membrane`), both before their resets."""
     return leak * _reset(membrane, threshold) + x
 
 

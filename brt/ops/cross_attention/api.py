@@ -11,7 +11,7 @@ The source is divided into segments, and each target position reads one of them.
   transformer_xl: softmax over one segment and the previous segment.
   local_global: softmax over one segment and the means of all segments.
 
-In shapes, B is the number of sources, T of target positions, X of source positions, N of beams.
+In shapes, there are B sources, T target positions, X source positions, and N beams.
 """
 
 from functools import partial
@@ -89,7 +89,7 @@ def attend(
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
     """Returns the attention output of the T target positions from t0 on, and metrics.
 
-    The metrics describe the neurons of `srformer`; they are None for other kinds. Training uses
+    The metrics describe the neurons of `srformer`. For other kinds, they are None. Training uses
     this function. Decoding uses `prefill` and `step`.
 
     Args:
@@ -98,9 +98,9 @@ def attend(
         zeros, unless `config.counts_padding` includes padding in recurrences and means of segments.
       t0: 0 in training. If t0 is an array, every query is multiplied with the keys of all segments,
         because the segment of a query is not known at trace time.
-      target_length: the number of target positions of the padded batch, among which
-        `config.counts_padding` distributes the segments; None in decoding, where `config.q_ref`
-        takes its place.
+      target_length: the number of target positions of the padded batch, over which the segments are
+        distributed if `config.counts_padding` is True. None in decoding, where they are distributed
+        over `config.q_ref` positions.
     """
     inputs = CrossInputs(queries, keys, values, valid, parameters)
     options = {"t0": t0, "target_length": target_length, "dropout": dropout}

@@ -1,8 +1,9 @@
-"""Kinds of cross-attention that the paper of SRformer compares `srformer` with (see `api`).
+"""Kinds of cross-attention with which the paper of SRformer compares `srformer` (see `api`).
 
-`xl_memory` follows the paper's code, and `local_global` the LongT5 of that code. In
-`transformer_xl`, the previous segment has no gradient. In shapes, B is the number of sources, X of
-source positions, M of segments, S of positions of a segment, and A = H * K.
+`xl_memory` follows the paper's code, and `local_global` follows the LongT5 model in that code. In
+`transformer_xl`, the previous segment has no gradient. In shapes, B is the number of sources, X the
+number of source positions, M the number of segments, and S the number of positions of a segment.
+The width of all heads together is A = H * K.
 """
 
 from typing import NamedTuple

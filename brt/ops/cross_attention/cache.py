@@ -3,14 +3,14 @@
 The state R of a segment summarizes the other segments, and accumulate-and-fire neurons compute it
 from segment to segment. A cache has one of two forms:
 
-  table: the cache has all states R, M H K^2 numbers per source. This is half as many as the keys
-    and values of the source have for S = K, and four times as many for S = K / 8.
+  table: the cache has all states R, which are M H K^2 numbers per source. The keys and values of
+    the source are twice as many numbers if S = K, and a quarter as many if S = K / 8.
   carry: the cache has the neurons at the current segment, 3 H K^2 numbers. Decoding advances the
     neurons once for each segment that it reaches.
 
 The setting "auto" selects the table if it is not larger than the keys and values. A reordering of
-beams does not change the cache. In shapes, M is the number of segments of S positions, N of beams,
-and P of target positions.
+beams does not change the cache. In shapes, M is the number of segments of S positions, N the number
+of beams, and P the number of target positions.
 """
 
 from typing import NamedTuple
@@ -64,10 +64,10 @@ class CrossCache(NamedTuple):
     shared: SharedKeys | None  # keys and values that queries of all segments read, too
     table: Float[Array, "B M H K K"] | None  # the states R; None if the form is "carry"
     carry: NeuronCarry | None  # state of the neurons; None if the form is "table"
-    # The factor of each output feature of the recurrence; None for 1.
+    # The factor of each output feature of the recurrence; None stands for the factor 1.
     scale: Float[Array, "B H 1 K"] | None
-    # The learned weight of the segment's softmax attention, while the recurrence has the weight 1 -
-    # sigma; None if both have the weight 1.
+    # The learned weight of the segment's softmax attention. The recurrence has the weight 1 -
+    # sigma. None stands for the weight 1 of both.
     sigma: Float[Array, ""] | None
 
 
@@ -80,7 +80,7 @@ def prefill(
 ) -> CrossCache:
     """Returns the cache that `step` reads in decoding, shared by all beams of a source.
 
-    The field `config.cache` selects its form.
+    The setting `config.cache` selects the form of the cache.
     """
     windows, learned = build_windows(keys, values, valid, parameters, config), parameters.raf
     keys, values, mask = (
@@ -136,7 +136,7 @@ def _advance(
 def _advance_one(
     cache: CrossCache, carry: NeuronCarry, moves: Bool[Array, " B"], config: CrossConfig
 ) -> NeuronCarry:
-    """Returns the neurons, one segment further in those sources for which `moves` is True."""
+    """Returns the neurons, advanced by one segment in the sources for which `moves` is True."""
     segment = carry.segment + moves
     keys, values = (_take_segments(x, segment[:, None])[:, 0] for x in (cache.keys, cache.values))
     sums = key_value_sums(keys, values, carry.parameters, config)

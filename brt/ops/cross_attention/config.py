@@ -22,8 +22,8 @@ class CrossConfig:
     counts_padding: bool
     use_segment: bool  # False omits the softmax attention to the segment
     use_raf: bool  # True passes the recurrence's sums through recurrent accumulate-and-fire neurons
-    # The segments that the recurrence of a segment sums up: "remaining" stands for all others,
-    # "segment" for the segment itself.
+    # The segments over which the recurrence of a segment sums: "remaining" stands for all other
+    # segments, "segment" for the segment itself.
     kv_source: Literal["remaining", "segment"]
     # "feature" divides each output feature of the recurrence by the norm of the same feature of the
     # keys, over all positions of the source.
@@ -37,10 +37,9 @@ class CrossConfig:
     family: Literal["t5", "bart"]
     # The form in which decoding stores the recurrence (see the module `cache`).
     cache: Literal["auto", "table", "carry"] = "auto"
-    # "dense" multiplies every query with all segments and masks the segments of other queries;
-    # "slots" sorts the queries by segment and multiplies them with their own segment only; "auto"
-    # selects the cheaper form, which is "dense" where kernels compute it. The results are
-    # equal.
+    # "dense" multiplies every query with all segments and masks all but the query's own. "slots"
+    # sorts the queries by segment and multiplies them with their own segment only. "auto" selects
+    # the cheaper form, which is "dense" where kernels compute it. The results are equal.
     training_form: Literal["auto", "dense", "slots"] = "auto"
 
     @property

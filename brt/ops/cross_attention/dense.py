@@ -2,7 +2,7 @@
 
 The windows of all segments other than the query's own are masked. This is as much work as full
 attention. Kernels can compute it without copies of windows. In shapes, M is the number of segments,
-and S of keys of a window.
+and S the number of keys of a window.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def read_states(
 
 
 class SegmentKernels(NamedTuple):
-    """Kernels of the recurrence, and of the form "dense" in addition to masked attention."""
+    """Kernels of the recurrence, and of the form "dense" besides those of masked attention."""
 
     read_states: Callable[..., Array] = read_states
     unit: int = 1  # The numbers of queries and of keys must be multiples of this number.
@@ -95,7 +95,7 @@ def _attend_by_kernels(
     dropout: Dropout | None,
     kernels: SegmentKernels,
 ) -> Float[Array, "B T H K"]:
-    # The kernels read all arrays as the projections write them.
+    # The kernels read all arrays in the layout that the projections write.
     batch, _, heads, width = queries.shape
     windows, recurrence = source.windows, source.recurrence
     attended = recurrent = scale = None

@@ -8,9 +8,9 @@ backward kernel repeats this computation, stores the membrane potentials in plac
 and then processes the segments in reverse order. As in `accumulate_fire`, the comparison of a
 potential with the threshold has no gradient.
 
-In shapes, B is the number of sources, M of segments, S of source positions of a segment, H of
-heads, K of numbers of a head, N of groups of heads, and P = H K / N of numbers of the heads of a
-group.
+In shapes, B is the number of sources, M the number of segments, and S the number of source
+positions of a segment. There are H heads of size K. They form N groups, and P = H K / N is the
+total width of the heads of a group.
 """
 
 import functools
@@ -45,7 +45,7 @@ from brt.ops.dispatch import output_residual
 from brt.ops.tpu import LANES, parallel_heads, vmem_refusal
 
 _HEAD_DIMS = (64, 128)
-# These kinds of cross-attention need only the kernel of masked attention, not that of this module.
+# These kinds of cross-attention need only the kernels of masked attention, none of this module.
 WITHOUT_RECURRENCE = "full", "segmented"
 
 
@@ -161,7 +161,10 @@ def _local(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _run_neurons(arguments: _Arguments, settings: NeuronKernelSettings) -> NeuronKernelOutputs:
-    """Returns the states [B, N, M, K, P] of all segments, and two sums [B, N, 1, P]."""
+    """Returns the states [B, N, M, K, P] of all segments, and two sums [B, N, 1, P].
+
+    The sums are the fields `squares` and `fired` of `NeuronKernelOutputs`.
+    """
     return _forward(arguments, settings)[0]
 
 
@@ -257,7 +260,7 @@ def _specs(arguments: _Arguments, settings: NeuronKernelSettings) -> NeuronKerne
 def _options(
     arguments: _Arguments, settings: NeuronKernelSettings, name: str, products: int
 ) -> dict[str, Any]:
-    # The name tells `brt.planning.kernel_cycles` which kernel it is and how many steps it has.
+    # The kernel's name tells `brt.planning.kernel_cycles` its kind and the number of its steps.
     keys = arguments.keys
     batch, segments, size, heads = keys.shape
     steps = batch * heads // settings.wide

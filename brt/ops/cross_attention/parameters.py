@@ -44,7 +44,7 @@ def specifications(
 ) -> dict[str, dict[str, ParameterSpec]]:
     """Returns the specification of each parameter, as in {"raf": {"kernel": ..., "leak": ...}}.
 
-    The outer keys are fields of `CrossParameters`; {} for kinds without parameters.
+    The outer keys are fields of `CrossParameters`. For kinds without parameters, the result is {}.
     """
     if config.kind == "srformer":
         results = _raf(config, head_dim)

@@ -1,11 +1,11 @@
-"""The states R of every segment, which summarize the other segments of the source (SRformer,
-Long et al. 2023, section 3.2).
+"""The states R of segments: each state summarizes the other segments of the source (SRformer, Long
+et al. 2023, section 3.2).
 
 Each segment j has the product A_j of its keys and values (`key_value_sums`). The state of a segment
 is the sum of the products of all other segments, passed through accumulate-and-fire neurons. States
 depend on the source alone. Gradients are hand-written where autodiff would be slow on CPUs or would
 mix dtypes. No axes are merged, because sources and heads may be sharded. In shapes, M is the number
-of segments of a source, and S of positions of a segment.
+of segments of a source, and S the number of positions of a segment.
 """
 
 from typing import NamedTuple
@@ -101,7 +101,7 @@ def neuron_inputs(
 
     P_j is the sum of the products A_i over all segments i other than j, or A_j itself if
     `config.kv_source` is "segment". If `config.clamp` is set, the products and their sum `total`
-    are first clipped to this bound. If not, the products already contain W.
+    are first clipped to this bound. If it is not set, the products already contain the factor W.
     """
     if config.clamp:
         products, total = (jnp.clip(x, -config.clamp, config.clamp) for x in (products, total))
@@ -117,8 +117,9 @@ def output_scale(
 ) -> Float[Array, "B H 1 K"] | None:
     """Returns the factor of each feature of the recurrence's output, or None for the factor 1.
 
-    The factor is the gate or 1. If `config.norm` is "feature", the factor is divided by the norm of
-    the feature over all keys of the source. `squares` is the result of `key_squares`, if known.
+    The factor is the gate, or 1 if there is no gate. If `config.norm` is "feature", the factor is
+    divided by the norm of the feature over all keys of the source. `squares` is the result of
+    `key_squares`, if known.
     """
     gate, scale = parameters.gate, None
     if config.norm == "feature":
@@ -185,8 +186,8 @@ def _key_value_sums(keys: Array, values: Array) -> Array:
 
 def _sums_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     keys, values = residuals
-    # The gradient is float32. It is converted, so that the products with the keys and the values
-    # and their results have the dtype of the keys.
+    # The gradient is float32. It is converted to the dtype of the keys, so that the products and
+    # their results have this dtype.
     gradient = gradient.astype(keys.dtype)
     return (
         jnp.einsum("...se,...ce->...sc", values, gradient),

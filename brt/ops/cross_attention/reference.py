@@ -1,4 +1,4 @@
-"""Cross-attention in which every query reads every segment, and one result is selected."""
+"""Cross-attention in which every query reads every segment and takes one of the results."""
 
 import jax
 import jax.numpy as jnp

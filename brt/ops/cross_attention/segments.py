@@ -2,8 +2,8 @@
 
 If q target positions read m segments, position t reads segment t * m / q. The computation uses
 integers, because t * (m / q) in float32 gives a wrong segment in about one of forty cases. In
-shapes, X is the number of source positions after padding, M of segments of S positions, and Y of
-shared keys.
+shapes, X is the number of source positions after padding, M the number of segments of S positions,
+and Y the number of shared keys.
 """
 
 from typing import NamedTuple
@@ -44,21 +44,25 @@ def reading_positions(config: CrossConfig, target_length: int | None) -> int:
 
 
 def first_position(segment: Array | int, count: Array | int, q: int) -> Array | int:
-    """Returns the first target position that reads segment number `segment` of `count`."""
+    """Returns the first target position that reads segment number `segment` of `count`.
+
+    `q` is the number of target positions that together read all segments.
+    """
     return -(-segment * q // count)
 
 
 def most_positions(count: int, end: int, q: int) -> int:
     """Returns an upper bound of how many positions before `end` share one of `count` segments."""
-    # Position q and all later positions read the last segment, too, so it may have more positions
-    # than the other segments.
+    # Position q and all later positions read the last segment, too, so more positions may read the
+    # last segment than another one.
     return min(max(-(-q // count), end - int(first_position(count - 1, count, q))), end)
 
 
 def segment_counts(valid: Bool[Array, "B X"], config: CrossConfig, size: int) -> Int[Array, " B"]:
-    """Returns the number of segments of `size` positions of each source, at least 1.
+    """Returns how many segments of `size` positions each source has, at least 1.
 
-    Segments extend to the last valid position or, if `counts_padding`, to the end of the padding.
+    The last segment contains the last valid position. If `config.counts_padding` is True, it
+    contains the end of the padding instead.
     """
     batch, length = valid.shape
     if config.counts_padding:
@@ -72,7 +76,7 @@ def segment_index(
 ) -> Int[Array, "B T"]:
     """Returns the segment that each target position t reads, of m = `counts` segments.
 
-    It is min(floor(t m / q), m - 1), because q positions together read all m segments.
+    The segment is min(floor(t m / q), m - 1), because q positions together read all m segments.
     """
     positions, counts = positions.astype(jnp.int32)[None], counts.astype(jnp.int32)[:, None]
     # The positions are limited before the multiplication, because the product could overflow for

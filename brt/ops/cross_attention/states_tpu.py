@@ -2,12 +2,13 @@
 
 A step of the grid handles one source and a group of heads, which fill the 128 lanes of a register.
 It multiplies the queries with the states of all segments. For the product with the state of a
-segment, the queries of all other segments are set to zero. A group of two heads of size 64 is
-multiplied with a block-diagonal matrix, so queries and outputs need no copies: they have the layout
-that the projections write and read. The states are read as `pallas_tpu.recurrence` writes them.
+segment, the queries of all other segments are set to zero. The queries of a group of two heads of
+size 64 are multiplied with a block-diagonal matrix. Queries and outputs therefore have the layout
+that the projections write and read, and are not copied. The states are read as
+`pallas_tpu.recurrence` writes them.
 
-In shapes, B is the number of sources, T of queries of a source, M of segments, H of heads, N of
-groups of heads, and K of numbers of a head. P is the total width of the heads of a group, 128 on
+In shapes, B is the number of sources, T the number of queries of a source, and M the number of
+segments. H heads of size K form N groups. P is the total width of the heads of a group, 128 on
 TPUs. The matrices K x K of these heads lie side by side as one matrix K x P.
 """
 
@@ -106,7 +107,7 @@ def _call(
 ) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec, dict[str, Any]]:
     """Returns the block specs of queries, segments and states, and the other options of a call.
 
-    The name tells `brt.planning.kernel_cycles` which kernel it is and how many steps its grid has.
+    The kernel's name tells `brt.planning.kernel_cycles` its kind and the number of its steps.
     """
     (batch, length, _), (_, groups, count, width, wide) = queries.shape, states.shape
     products = 2 if "backward" in name else 1

@@ -6,9 +6,9 @@ their inputs, which are sums of such products, from segment to segment in a memb
 A potential above the threshold fires: the state R_j of the segment is U_j / threshold - 1, and the
 threshold is subtracted from the potential (the reset).
 
-In shapes, M is the number of segments, S of source positions of a segment, and K of numbers of a
-head. P is the total width of the heads of a group, 128 on TPUs. The matrices K x K of these heads
-lie side by side as one matrix K x P.
+In all shapes, M is the number of segments, S the number of source positions of a segment, and K the
+size of a head. P is the total width of the heads of a group, 128 on TPUs. The matrices K x K of
+these heads lie side by side as one matrix K x P.
 """
 
 from typing import Any, NamedTuple
@@ -29,8 +29,8 @@ class NeuronKernelSettings(NamedTuple):
     width: int
     # P, the total size of the heads of a group.
     wide: int
-    # True if the input of a segment's neurons is the sum of A_i over all other segments, False if
-    # the input is A_j of the segment itself.
+    # True if the input of the neurons at segment j is the sum of A_i over all other segments i.
+    # False if the input is A_j itself.
     remaining: bool
     interpret: bool | pltpu.InterpretParams
 
@@ -38,7 +38,7 @@ class NeuronKernelSettings(NamedTuple):
 class NeuronKernelInputs(NamedTuple):
     """Inputs of a step of the grid, or their block specs."""
 
-    # [M, S, P] each.
+    # [M, S, P] each: M segments of S positions, and heads of the total width P.
     keys: Any
     values: Any
     # [P, P], a block-diagonal matrix with W for each head.
@@ -54,10 +54,10 @@ class NeuronKernelOutputs(NamedTuple):
 
     # [M, K, P], the states R of all segments.
     states: Any
-    # [1, P], float32, for each feature the sum of the squared keys over all positions.
+    # [1, P], float32. For each feature, this is the sum of the squared keys over all positions.
     squares: Any
-    # [1, P], float32, for each column of the states the number of entries above 0 in existing
-    # segments.
+    # [1, P], float32. For each column of the states, this is the number of entries above 0 in the
+    # segments that exist.
     fired: Any
 
 
@@ -70,8 +70,8 @@ class NeuronKernelGradients(NamedTuple):
     # [K, P], the gradient of W for each head. This field and the next are float32 sums over all
     # sources, to which each step adds its contribution.
     kernel: Any
-    # [2, P], the gradients of leak and threshold. Each column has only a part; the caller adds up
-    # all columns.
+    # [2, P], the gradients of leak and threshold. The caller adds up the columns, each of which has
+    # only a part of a gradient.
     neuron: Any
 
 
@@ -206,7 +206,7 @@ def _head_index(width: int, wide: int) -> Array:
 
 
 def _diagonal_blocks(x: Float[Array, "P P"], settings: NeuronKernelSettings) -> Float[Array, "K P"]:
-    """Returns the products of each head with itself; x has the products of all pairs of heads."""
+    """Returns the products of each head with itself, from the products x of all pairs of heads."""
     width, wide = settings.width, x.shape[1]
     results, head = x[:width], _head_index(width, wide)
     for i in range(1, wide // width):

@@ -1,7 +1,8 @@
 """The keys and values that the queries of each segment read (its window), and attention to them.
 
-In shapes, M is the number of segments, S of keys of a window, Q of queries that read it, Y of
-shared keys, and Z = S + Y of the keys of a window with the shared ones.
+In shapes, M is the number of segments, S the number of keys of a window, and Q the number of
+queries that read the window. Y is the number of shared keys, and Z = S + Y the number of keys of a
+window and shared keys together.
 """
 
 from typing import Any, NamedTuple
@@ -61,7 +62,7 @@ def with_shared(
     shared: SharedKeys | None,
     axis: int,
 ) -> tuple[Float[Array, "*B H Z K"], Float[Array, "*B H Z K"], Bool[Array, "*B Z"]]:
-    """Returns keys, values and mask of windows, with `shared` appended to those of each window.
+    """Returns the keys, values and mask of windows, with `shared` appended to each window.
 
     `axis` is the axis of windows, which the arrays of `shared` do not have.
     """
@@ -113,8 +114,8 @@ class Source(NamedTuple):
     windows: SegmentWindows
     use_segment: bool  # False omits the softmax attention to the windows
     recurrence: RecurrentStates | None = None
-    # The weight of the softmax attention, while the recurrence has the weight 1 - sigma; None if
-    # both have the weight 1.
+    # The weight of the softmax attention. The recurrence has the weight 1 - sigma. None stands for
+    # the weight 1 of both.
     sigma: Float[Array, ""] | None = None
 
 

@@ -10,7 +10,7 @@ Attention is computed in one of two forms:
     segments, and the last segment also has the remaining rows. Keys are never gathered for single
     queries.
 
-In shapes, M is the largest number of segments of a source, and S of keys of a window.
+In shapes, M is the largest number of segments of a source, and S the number of keys of a window.
 """
 
 from typing import NamedTuple
@@ -88,7 +88,7 @@ def _is_dense(
 def slots_per_row(count: int, length: int, t0: int, q: int) -> int:
     """Returns G, the number of slots that a row needs if sources have 1 to `count` segments."""
 
-    # This is the largest number of queries of a segment, divided by the segment's number of rows.
+    # These are the largest number of queries of a segment, divided by its number of rows.
     def needed_slots(segments: int) -> int:
         stay = min(most_positions(segments, t0 + length, q), length)
         return -(-stay // (count // segments))
@@ -130,7 +130,7 @@ def _attend_by_slots(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every query.
 
-    Without `by_row`, every source has M segments and row r reads segment r, so no segment has to be
+    If `by_row` is False, every source has M segments. Row r then reads segment r, so none is
     repeated.
     """
     batch, length, heads, width = queries.shape
@@ -154,7 +154,7 @@ def _attend_by_slots(
 def _repeat_segments(
     x: Shaped[Array, "M B *R"], segment: Int[Array, "B M"]
 ) -> Shaped[Array, "M B *R"]:
-    """Returns x by row instead of by segment: row r of a source has the x of segment[r]."""
+    """Returns x for rows instead of segments: row r of a source has the entries of segment[r]."""
     # TPUs gather row by row, which takes twenty times as long as an exact product with zeros and
     # ones. In both cases, the axis of sources stays the second one, so that sources stay on their
     # devices. `vmap` would move this axis.
@@ -189,7 +189,7 @@ def _attend_rows(
 def _gather_once(
     x: Float[Array, "B I H K"], source: Int[Array, "B O"], target: Int[Array, "B I"]
 ) -> Float[Array, "B O H K"]:
-    """Returns y, whose row o is row source[o] of x.
+    """Returns y, an array of O rows, whose row o is row source[o] of the I rows of x.
 
     Several rows of y may hold row i of x, but callers read only row target[i] of y. The gradient is
     therefore a gather, too; a scatter of single rows is slow on CPUs.

@@ -10,9 +10,9 @@ matrix product of the kernels.
 The logits have rows (tokens) and columns (entries of the vocabulary). For each group of rows, the
 forward kernel processes the tiles of all columns one after the other. For each row, the kernel
 keeps a running maximum, which is equal in all lanes of a register, and sums of exponentials
-relative to this maximum. The sums are over all entries of the vocabulary except the target. Let p
-be the probability of the target. If the sums included a likely target, then 1 - p and the gradient
-would be differences of two nearly equal numbers.
+relative to this maximum. The sums are over all entries of the vocabulary except the target, which
+has the probability p. If the sums included a likely target, then 1 - p and the gradient would be
+differences of two nearly equal numbers.
 
 For each group of columns, the backward kernel processes the tiles of all rows one after the other.
 Its tiles are transposed, columns x rows, so that an array with a number per token is a row vector.
@@ -107,7 +107,7 @@ interpreted = functools.partial(cross_entropy, interpret=True)
 
 
 def _shard_by_lane(scale: float, interpret: Interpret, inputs: Targets) -> _TokenResults:
-    """Returns the results of all tokens; each device computes those of its rows of the batch.
+    """Returns the results of all tokens; each device computes its own rows of the batch.
 
     Vectors are padded with zeros, which add nothing to logits.
     """
@@ -130,7 +130,8 @@ def _padding(width: int) -> int:
 
 
 def _has_room_to_convert(embedding: Array, dtype: jnp.dtype) -> bool:
-    # If a float32 tile fits into VMEM, the kernels convert it while the matrix units are busy. XLA
+    # Returns True if VMEM has room for the largest tiles of the embedding before and after their
+    # conversion to `dtype`. The kernels then convert them while the matrix units are busy. XLA
     # would convert the embedding in a separate pass over memory.
     size, itemsize = (_ROWS[0], _COLUMNS[0], embedding.shape[1]), dtype.itemsize
     more = math.prod(size[1:]) * (2 * (embedding.dtype.itemsize - itemsize) + itemsize)
@@ -242,8 +243,8 @@ def _options(
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the options of a kernel's call.
 
-    The name has the size of a tile, the number of tiles, and the number of passes over the last
-    axis of the grid, for `brt.planning.kernel_cycles`.
+    `brt.planning.kernel_cycles` reads from the name the size of a tile, the number of tiles, and
+    the number of passes over the last axis of the grid.
     """
     tiles, products = grid[0] * grid[1], 1 if name == "token_scores" else 2
     rows, columns, width = size
@@ -304,11 +305,10 @@ def _forward_kernel(
     hidden: Any, embedding: Any, targets: Any, lse: Any, chosen: Any, top: Any, rest: Any,
     *places: Any, scale: float,
 ) -> None:  # fmt: skip
-    """Adds the contribution of a tile of logits, of R tokens and C columns of the vocabulary, to
-    sums in scratch memory.
+    """Adds the contribution of a tile of logits to sums in scratch memory.
 
-    The tile with the first columns of the vocabulary resets the sums beforehand, and the tile with
-    the last columns writes the outputs afterwards.
+    A tile has R tokens and C columns (entries of the vocabulary). The tile with the first columns
+    resets the sums beforehand, and the tile with the last columns writes the outputs afterwards.
 
     Args:
       hidden: [R, D], the vectors of the tokens.
@@ -319,9 +319,9 @@ def _forward_kernel(
       top: the largest logit of the other tokens of the vocabulary.
       rest: the sum of the probabilities of the other tokens of the vocabulary.
       *places: float32 scratch memory for the largest logits, the sums of exponentials and the
-        logits of the targets. If the mean of the other tokens' embeddings, weighted by probability,
-        is computed as well, its output comes before these three, and scratch memory for it after
-        them.
+        logits of the targets. The kernel may also compute the mean of the other tokens' embeddings,
+        weighted by probability. `places` then begins with the output for this mean, and ends with
+        scratch memory for it.
     """
     mean, highest, others, results, sums = places if len(places) == 5 else (None, *places, None)
     column, lanes = pl.program_id(1), highest.shape[1]
@@ -368,11 +368,10 @@ def _backward_kernel(
     hidden: Any, embedding: Any, targets: Any, lse: Any, d_others: Any, d_target: Any,
     d_embedding: Any, *, scale: float,
 ) -> None:  # fmt: skip
-    """Adds the contribution of a tile of logits, of C columns of the vocabulary and R tokens, to
-    the gradient of the embedding.
+    """Adds the contribution of a tile of logits to the gradient of the embedding.
 
-    The tile with the first tokens sets this gradient to zero beforehand. Arrays with a number per
-    token are [1, R].
+    A tile has C columns (entries of the vocabulary) and R tokens. The tile with the first tokens
+    sets this gradient to zero beforehand. Arrays with a number per token are [1, R].
 
     Args:
       hidden: [R, D], the vectors of the tokens.

@@ -159,7 +159,7 @@ def _forward(
         smoothed = (1 - smoothing) * results.is_target(target) + smoothing / results.all.shape[-1]
         d_biased = jnp.where(counts[..., None], probabilities - smoothed, 0.0)
         d_products = d_biased * scale
-        if soft_cap:  # The slope of the cap at a logit y, before its bias, is 1 - (y / cap)^2.
+        if soft_cap:  # The slope of the cap is 1 - (y / cap)^2, where y is the capped logit.
             capped = results.all if bias is None else results.all - bias[None, None]
             d_products *= 1 - jnp.square(capped / soft_cap)
         d_logits = d_products.astype(h.dtype)

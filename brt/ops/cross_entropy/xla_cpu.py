@@ -1,8 +1,8 @@
 """Token scores on CPUs, one tile of W tokens of the vocabulary at a time.
 
-XLA's CPU backend multiplies vectors with a table of many columns slowly, because it reads each
-column across the whole table. The logits of a tile stay in the caches of the processor, and only
-their sums are stored.
+XLA's CPU backend is slow at products of vectors with a matrix of many columns, because it reads
+each column across the whole matrix. A tile has few columns. Its logits stay in the caches of the
+processor, and only their sums are stored.
 """
 
 from typing import NamedTuple

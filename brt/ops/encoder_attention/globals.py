@@ -3,8 +3,8 @@
 The tokens of a source are split into short blocks. Each block has a global token, which is the sum
 of the vectors of the block's tokens. All tokens of the source attend to all of its global tokens.
 If the last tokens do not fill a block, they belong to the last full block. A source shorter than a
-block has no global token. In shapes, B is the number of sources, and G of global tokens of a source
-without padding.
+block has no global token. In shapes, B is the number of sources, and G the number of global tokens
+of a source without padding.
 """
 
 from typing import NamedTuple

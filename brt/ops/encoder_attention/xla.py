@@ -1,6 +1,7 @@
-"""Local attention in plain XLA: each of N blocks attends to a window of three blocks.
+"""Local attention in plain XLA: each of N blocks attends to itself and both neighbours (a window).
 
-Y is the number of keys of a window plus the number of global tokens. `api` describes other axes.
+In shapes, Y is the number of keys of a window plus the number of global tokens. See `api` for the
+others.
 """
 
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def _append_global_keys(
     q: Float[Array, "B N W H K"],
     global_keys: GlobalKeys,
 ) -> tuple[Float[Array, "B N H W Y"], Bool[Array, "B N 1 W Y"]]:
-    """Appends the columns of the global tokens to logits and mask."""
+    """Appends the columns of the global tokens to the logits and to the mask `seen`."""
     batch, count, block = q.shape[:3]
     more = jnp.einsum("bnqhk,bghk->bnhqg", q, global_keys.keys, preferred_element_type=jnp.float32)
     if global_keys.bias is not None:

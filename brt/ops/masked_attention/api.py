@@ -1,7 +1,8 @@
 """Softmax attention to the keys where a mask is True.
 
-In shapes, Q and T are numbers of queries, S and X of keys, H of heads of queries, and G of heads of
-keys. Each head of keys serves H / G consecutive heads of queries.
+In shapes, Q and T are numbers of queries, and S and X are numbers of keys. H is the number of heads
+of queries, and G the number of heads of keys. Each head of keys serves H / G consecutive heads of
+queries.
 """
 
 from functools import partial
@@ -64,7 +65,7 @@ def attend_part(
     *,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """Returns the attention output and the log-sum-exp, which `merge_parts` combines with others.
+    """Returns the attention output and the log-sum-exp, for example for `merge_parts`.
 
     The logits are q.k. Keys that several heads of queries share are not repeated in memory. For a
     query that sees no key, the output is zero and the log-sum-exp is `softmax.FLOOR`.

@@ -1,7 +1,7 @@
 """Masked attention by the attention kernels of TPUs and GPUs (`brt.ops.attention`).
 
-Each device computes its own rows and heads; the first of the leading axes *B is sharded. T is the
-number of queries, and S of keys.
+Each device computes its own rows and heads. Of the leading axes *B, only the first one is sharded.
+In shapes, T is the number of queries, and S the number of keys.
 """
 
 import functools
@@ -50,8 +50,8 @@ def attend_part(
 ) -> AttentionPart:
     """Implements `api.attend` and `api.attend_part`.
 
-    Dropout drops the same weights as `xla.attend_part` does on GPUs and TPUs. If `interpret` is not
-    None, it is passed to Pallas, to run the kernels without a TPU or GPU.
+    Dropout drops the same weights as `xla.attend_part` drops on GPUs and TPUs. If `interpret` is
+    not None, it is passed to Pallas, which then runs the kernels without a TPU or GPU.
     """
     mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))
     rate, random_keys = 0.0, None

@@ -1,7 +1,8 @@
-"""Masked attention in plain XLA, in N tiles of Q queries, one after the other.
+"""Masked attention in plain XLA, which computes N tiles of queries one after the other.
 
-The hand-written backward pass recomputes the attention weights, so that no array of Q x S numbers
-is saved. All leading axes are merged to one axis B.
+The hand-written backward pass recomputes the attention weights, so that no array with a number for
+each query and key is saved. All leading axes are merged to one axis B. In shapes, S is the number
+of keys, and Q the number of queries (of a tile, if there is an axis N).
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from brt.ops.products import einsum
 from brt.ops.reductions import sum_leading
 from brt.ops.softmax import FLOOR
 
-TILE_LOGITS = 1 << 22  # A device has memory for at least this many logits.
+TILE_LOGITS = 1 << 22  # A tile may always have this many logits.
 
 
 def attend_part(
@@ -40,8 +41,8 @@ def attend_part(
     shared = rules.shard_count("lanes", lead[0]) * rules.shard_count("heads", heads) if lead else 1
     of_query = max(q.shape[0] * heads * k.shape[2] // shared, 1)
     # Each tile reads and writes the sums of the gradients of all keys and values, which takes long
-    # if tiles are small. By default, a tile therefore has at least as many logits as the keys have
-    # elements.
+    # if there are many small tiles. By default, a tile therefore has at least as many logits as the
+    # keys have elements.
     limit = max(TILE_LOGITS // of_query, width) if tile is None else tile // of_query
     size = max(min(length, limit), 1)
     count = -(-length // size)
@@ -101,8 +102,8 @@ def _factors(
     def query_factors(place: Int[Array, ""]) -> Float[Array, "B H S"]:
         return dropout.part(place).factors((lanes, heads, keys), like.dtype)
 
-    # Every query draws its factors by its position in the sequence, not in the tile. The number of
-    # queries of a tile depends on the number of devices, and the result must not depend on it.
+    # Every query draws its factors by its position in the sequence, not in the tile. The result
+    # must not depend on the number of devices, but the number of queries of a tile does.
     return jnp.moveaxis(jax.vmap(query_factors)(index * length + jnp.arange(length)), 0, 2)
 
 

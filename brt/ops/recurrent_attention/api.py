@@ -61,7 +61,7 @@ def state_scan(
 ) -> tuple[Float[Array, "B S D"], StateKV]:
     """Returns the states after the segment, and the state keys and values that each block reads.
 
-    The latter have the axes [B, N, S, H, K].
+    The state keys and values have the axes [B, N, S, H, K].
 
     Args:
       initial: the learned states at the start of a document.
@@ -71,9 +71,9 @@ def state_scan(
       cache_mask: True where block n may read the block before it.
       document_start: True where the states restart with `initial`.
       unroll: the number of blocks that one iteration of the scan's loop processes.
-      options: `kind` is the gate (`brt.ops.gates`). `normalize_qk` normalizes queries and keys.
-        `null_keys` keeps unreadable keys in the softmax as zeros. `attention` is the implementation
-        of `softmax_attention`.
+      options: `kind` is the kind of gate (`brt.ops.gates`). If `normalize_qk` is True, queries and
+        keys are normalized. If `null_keys` is True, unreadable keys stay in the softmax, as zeros.
+        `attention` names the implementation of `softmax_attention`.
     """
     return dispatch.run(
         OP, implementation, weights, initial, vectors, cached, keys, values, cache_mask,

@@ -2,8 +2,10 @@
 
 Section 3.6 of Block-Recurrent Transformers describes three layouts: skip has attention with a
 residual connection; dual also has an MLP with another residual connection; single has one residual
-connection around attention and MLP. In shapes, S is the number of states of D numbers, W of tokens
-of a block, F of hidden units of the MLP, and *M stands for the axes of the MLP's inputs.
+connection around attention and MLP.
+
+In shapes, there are S states of D numbers, blocks of W tokens, H heads of size K, and F hidden
+units of the MLP. *M stands for the axes of the MLP's inputs, and *B for any leading axes.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +35,7 @@ class CellWeights(NamedTuple):
     output: Float[Array, "2 H K D"] | None = None
     # The gate of the attention's residual connection; None in the single layout.
     output_gate: GateWeights | None = None
-    # the scale of the norm before the MLP; dual layout only
+    # the scale of the norm before the MLP; None unless the layout is dual
     mlp_norm: Float[Array, " D"] | None = None
     # The MLP's first weights, [D, F] (dual) or [2, H, K, F] (single); None without an MLP.
     mlp_in: Float[Array, "*M F"] | None = None
@@ -66,7 +68,7 @@ def state_kv(
     normalize_qk: bool,
     dtype: Any = jnp.float32,
 ) -> StateKV:
-    """Returns the keys and values of the states before a block; the block's tokens read them."""
+    """Returns the keys and values of the states before a block, which the block's tokens read."""
     h = (rms_norm(vectors, weights.norm) + weights.ids[None]).astype(dtype)
     keys, values = (dense(h, kernel) for kernel in (weights.keys, weights.values))
     return StateKV(l2_normalize(keys) if normalize_qk else keys, values)

@@ -8,8 +8,8 @@ backward kernel writes the gradients as one array of the same form. The matrices
 attention weights are transposed, keys x states, and the backward pass recomputes the weights from
 the log-sum-exp.
 
-In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
-numbers, T of tokens of a segment, and N of its blocks of W tokens.
+In shapes, there are B rows of the batch, S states with D numbers, and H heads with K numbers. A
+segment has T tokens, in N blocks of W tokens.
 """
 
 import functools
@@ -130,9 +130,10 @@ class _Arguments(NamedTuple):
     cache_mask: Int[Array, " B"]
 
     def kernel_inputs(self, **others: Any) -> StateKernelInputs:
-        """Returns the inputs of a kernel; `others` are those that only the backward kernel reads.
+        """Returns the inputs of a kernel.
 
-        Each scale is repeated along the 128 lanes of a register.
+        `others` are the fields that only the backward kernel reads. Each scale is repeated along
+        the 128 lanes of a register.
         """
         scales = jnp.broadcast_to(self.scales[..., None], (*self.scales.shape, LANES))
         keys, values = zip(self.before, self.own, strict=True)
@@ -189,7 +190,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _stacked_spec(x: Any) -> pl.BlockSpec:
-    """Returns the block spec of one head and row of the batch, for an array [_, B, H, S, K]."""
+    """Returns the block spec of an array [_, B, H, S, K] for one head of one row of the batch."""
     return pl.BlockSpec((x.shape[0], None, None, *x.shape[3:]), lambda h, b, *_: (0, b, h, 0, 0))
 
 
@@ -226,7 +227,8 @@ def _call(
 ) -> Any:
     """Runs a kernel with one step per head and row of the batch, and returns its outputs.
 
-    The name tells `brt.planning.kernel_cycles` which kernel it is and how many steps its grid has.
+    The kernel's name tells `brt.planning.kernel_cycles` which kernel it is and how many steps its
+    grid has. `products` is the number of products with keys or values that each query takes.
     """
     _, batch, heads, states, width = arguments.projected.shape
     slots = states + 2 * arguments.own.keys.shape[2]

@@ -27,7 +27,7 @@ def state_scan(
     unroll: int = 1,
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Implements `api.state_scan` for tokens whose keys are already normalized."""
+    """Implements `api.state_scan`; with `normalize_qk`, the keys are already normalized."""
     blocks, dtype = cache_mask.shape[1], keys.dtype
     window = keys.shape[1] // blocks
     pairs = zip(cached, (keys, values), strict=True)
@@ -68,7 +68,10 @@ def _next_states(
     attended: Float[Array, "B S 2 H K"],
     kind: str,
 ) -> Float[Array, "B S D"]:
-    """Returns the states after the gate of attention (skip), of the MLP (single) or both (dual)."""
+    """Returns the states after the update.
+
+    The layout skip has a gate after attention, single has a gate after the MLP, and dual has both.
+    """
     single = weights.output is None
     inputs = attended
     if not single:

@@ -1,9 +1,9 @@
 """The scan over blocks that updates the states of the recurrent cell.
 
 The weight gradients of the projection, of the output projection and of the MLP are computed once,
-after the scan, from taps: arrays that collect the inputs and output gradients of a product from all
-steps (`brt.ops.deferred`). Only the gradients of the weights of lstm and gru gates are summed block
-by block. See `cell` for the axes.
+after the scan. They are computed from taps, which are arrays that collect a product's inputs and
+output gradients from all steps (`brt.ops.deferred`). Only the gradients of the weights of lstm and
+gru gates are summed block by block. The module `cell` explains the axes.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ _NO_TAPS = _Kernels(None, None, None, None)
 
 
 def _input_axes(kernels: _Kernels) -> _Kernels:
-    """Returns, for each kernel, the number of axes over which its product sums."""
+    """Returns, for each kernel, the number of axes over which the product with the kernel sums."""
     return _Kernels(1, *(k if k is None else jnp.ndim(k) - 1 for k in kernels[1:]))
 
 
@@ -70,8 +70,8 @@ def state_update(
       cache_mask: True if the previous block may be read.
       kernels, taps: what `state_scan` prepares once for all blocks; other callers leave them None.
       kind: as for `api.state_scan`.
-      read: a function such as `xla.state_attention`, which computes the attention of the states
-        and gets `options`.
+      read: a function such as `xla.state_attention` that computes the attention of the states; it
+        gets `options`.
     """
     kernels = kernels or _kernels(weights)
     taps = taps or _NO_TAPS
@@ -98,7 +98,7 @@ def _apply_gates(
         hidden = relu(deferred.dot(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
         hidden = constrain(hidden, "lanes", None, "mlp")
         z = deferred.dot(hidden, kernels.mlp_out, taps.mlp_out)
-        # The authors' code bounds the update of the single layout only.
+        # As in the authors' code, only the single layout bounds the update (by tanh).
         return gate(kind, weights.mlp_gate, vectors, jnp.tanh(z) if single else z, hidden)
 
     if single:
@@ -124,7 +124,7 @@ def state_scan(
     unroll: int = 1,
     **options: Any,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Implements `api.state_scan`; `options` must also have `read` of `state_update`."""
+    """Implements `api.state_scan`; `options` also has the argument `read` of `state_update`."""
     batch, blocks = cache_mask.shape
     kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
     pairs = zip(kernels, _input_axes(kernels), strict=True)
@@ -147,8 +147,8 @@ def state_scan(
 
     starts = tokens_by_head(*cached)
     flags = cache_mask.T, document_start.T
-    # `jax.lax.scan` needs the blocks on axis 0 of its arrays, which takes transposes. If all blocks
-    # are unrolled, a Python loop over slices is used instead, which needs no transposes.
+    # `jax.lax.scan` needs the blocks on axis 0 of its arrays, so the arrays must be transposed. If
+    # all blocks are unrolled, a Python loop over slices is used instead and needs no transposes.
     if unroll >= blocks:
         cut = zip(*(jnp.split(x, blocks, axis=1) for x in (keys, values)), strict=True)
         tokens = [tokens_by_head(*pair) for pair in cut]
@@ -158,7 +158,7 @@ def state_scan(
             state_kvs.append(states)
 
         def stacked(*parts: Float[Array, "B S H K"]) -> Float[Array, "B N S H K"]:
-            # The array is stored with heads before states, as attention to the states reads it.
+            # The array is stored as attention to the states reads it: heads before states.
             return jnp.stack([x.swapaxes(1, 2) for x in parts], axis=1).swapaxes(2, 3)
 
         return carry[0], jax.tree.map(stacked, *state_kvs)
@@ -193,7 +193,7 @@ _reset_states.defvjp(lambda starts, *x: (_reset_states(starts, *x), starts), _re
 def _unstack(tree: PyTree[Array], count: int) -> list[PyTree[Array]]:
     """Splits all arrays along axis 0 in one operation.
 
-    Its gradient stacks the parts. The gradients of separate slices would be padded and summed.
+    The gradient of this operation stacks the parts; separate slices would be padded and summed.
     """
     leaves, structure = jax.tree.flatten(tree)
     parts = zip(*map(jnp.unstack, leaves), strict=True) if leaves else [()] * count

@@ -3,8 +3,8 @@
 The module `pallas_tpu` describes the algorithm. The states attend to each other and to the tokens
 of two blocks. Matrices of logits are keys x states.
 
-In shapes, B is the number of rows of the batch, S of states, W of tokens of a block, K of numbers
-of a head, R of states of a tile, and X of keys.
+In shapes, B is the number of rows of the batch, S the number of states, W the number of tokens of a
+block, and K the size of a head. A tile has R states, which see X keys.
 """
 
 import math
@@ -31,8 +31,8 @@ from brt.ops.tpu import (
 # These are the indices of the parts of `StateKernelInputs.projected`. The queries at index 1 attend
 # to states, and the queries at index 2 attend to tokens.
 KEYS, QUERIES, VALUES = 0, (1, 2), 3
-# The kernels process the queries of the states in tiles of at most this many rows. The compiler
-# generates the shortest schedules of instructions with this number.
+# The kernels process the queries of the states in tiles of at most this many rows. With this
+# number, the compiler generates the shortest schedules of instructions.
 ROWS = 256
 
 
@@ -53,17 +53,17 @@ class StateKernelInputs(NamedTuple):
     # states, queries that read tokens, and values.
     projected: Any
     # [2, 128], two numbers, each repeated 128 times: one for the queries that read states, and one
-    # for the queries that read tokens. The number is the length of the queries after normalization.
-    # Without normalization, it is a factor of the queries.
+    # for the queries that read tokens. Each number is the length to which the queries are
+    # normalized. Without normalization, it is the factor by which the queries are multiplied.
     scales: Any
-    # [W, K] each, first of the tokens of the previous block, then of the tokens of this block.
+    # [W, K] each: first those of the previous block's tokens, then those of this block's tokens.
     keys: tuple[Any, Any]
     values: tuple[Any, Any]
     # [2, S, K], the gradient of `StateKernelOutputs.y`. This field and the following ones are None
     # in the forward pass.
     gradient: Any = None
-    # [S, K] each, the gradients of the states' keys and values that come from tokens, which read
-    # these keys and values, too.
+    # [S, K] each, the parts of the gradients of the states' keys and values that come from the
+    # tokens, because tokens read these keys and values, too.
     d_states: tuple[Any, Any] | None = None
     # The outputs and the log-sum-exp of the forward pass, as in `StateKernelOutputs`.
     y: Any = None
@@ -78,7 +78,7 @@ class StateKernelOutputs(NamedTuple):
     # [S, K], keys of the states, which the tokens read, too; normalized if
     # `StateKernelSettings.normalize_qk` is True.
     keys: Any
-    # [2, 1, S], log-sum-exp of both attentions.
+    # [2, 1, S], the log-sum-exp of attention to states and of attention to tokens.
     lse: Any
 
 
@@ -96,7 +96,7 @@ class StateKernelGradients(NamedTuple):
 
 
 class _KeyPart(NamedTuple):
-    """Keys and values [X, K] that queries see."""
+    """Some of the keys that queries see, and their values, [X, K] each."""
 
     keys: Array
     values: Array
@@ -145,7 +145,7 @@ def _logits(parts: list[_KeyPart], own: Float[Array, "R K"]) -> Float[Array, "X 
 
 
 def _split_by_part(x: Float[Array, "X R"], parts: list[_KeyPart]) -> list[Array]:
-    """Splits x, which has a row for each key, into the rows of each part."""
+    """Splits x, which has a row for each key, into one array for the keys of each part."""
     ends = [sum(len(part.keys) for part in parts[:i]) for i in range(len(parts) + 1)]
     return [x[a:b] for a, b in zip(ends, ends[1:], strict=False)]
 
@@ -202,7 +202,7 @@ def backward_kernel(
 
     Args:
       cache_mask: as for `forward_kernel`.
-      inputs, results: references to the arrays of the step, and to the gradients.
+      inputs, results: references to the arrays of the step, and to the gradients to be written.
       keys_sum, values_sum: [S + 2 W, K], float32 scratch memory for the gradients of all keys and
         of all values, in the order: states, previous block's tokens, this block's tokens.
     """
@@ -282,10 +282,10 @@ def _add_gradients(
     results: StateKernelGradients,
     settings: StateKernelSettings,
 ) -> tuple[Float[Array, "X K"], Float[Array, "X K"]]:
-    """Returns the gradients of the keys and values that the queries in `rows` read.
+    """Returns the gradients of keys and values that come from the queries in `rows`.
 
-    Also writes the gradients of these queries, and adds to the gradient of their scale. `which` is
-    0 for attention to states and 1 for attention to tokens.
+    The function also writes the gradients of these queries, and adds to the gradient of their
+    scale. `which` is 0 for attention to states and 1 for attention to tokens.
     """
     queries, d_output = _scaled_queries(which, rows, inputs, settings), inputs.gradient[which, rows]
     mean = jnp.sum(d_output.astype(jnp.float32) * inputs.y[which, rows], axis=-1, keepdims=True)

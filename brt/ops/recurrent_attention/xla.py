@@ -24,13 +24,13 @@ def state_attention(
 ) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
     """Returns the attention outputs of the states, and the keys and values of the states.
 
-    On axis 2 of the outputs, attention to the states is followed by attention to the tokens.
+    Axis 2 of the outputs has first attention to the states, then attention to the tokens.
 
     Args:
-      projected: the states' keys, their queries to states, their queries to tokens, their values.
+      projected: on axis 2, the states' keys, queries to states, queries to tokens, and values.
       scales: for each head, the factor of its queries to states and that of its queries to tokens.
-      before, own: tokens of the previous block and of this block, with normalized keys if
-        `normalize_qk`.
+      before, own: keys and values of the tokens of the previous block and of this block. With
+        `normalize_qk`, these keys are already normalized.
       cache_mask: True if the states may read the tokens of the previous block.
     """
     scaled, v = projected[:, :, :-1], projected[:, :, -1]

@@ -1,6 +1,7 @@
 """Softmax attention to all keys: selection of the implementation, and sharding over devices.
 
-In shapes, T and Q are numbers of queries of a row, N of blocks, S and X of keys.
+In shapes, T and Q are numbers of queries of a row, N is the number of blocks, and S and X are
+numbers of keys.
 """
 
 import functools
@@ -24,8 +25,8 @@ def _by_head_and_block(
 ) -> Callable[..., Array]:
     """Wraps an implementation that expects heads before tokens in queries, and an axis of blocks.
 
-    `swapaxes` swaps the axes of heads and tokens. If a scale is passed, the wrapper also scales the
-    queries to this norm.
+    `swapaxes` swaps the axes of heads and tokens. If `scale` is not None, the wrapper also scales
+    queries to the norm `scale`.
     """
 
     def attend_by_token(

@@ -14,7 +14,10 @@ from brt.ops.normalization import scaled_unit
 
 
 def key_mask(cache_mask: Bool[Array, " B"], k: Array) -> Bool[Array, "B S"]:
-    """Returns which keys of two blocks may be read; `cache_mask` is for the previous block."""
+    """Returns a mask of the keys of two blocks, the previous block first.
+
+    It is True for the second block, and for the previous block in rows where `cache_mask` is True.
+    """
     size = k.shape[-2]
     return cache_mask[:, None] | (jnp.arange(size) >= size // 2)[None]
 

@@ -1,17 +1,18 @@
 """Causal sliding-window attention (Block-Recurrent Transformers, section 3.1).
 
-A token attends to at most W keys of its document. The last of these is the token's own key or the
-key of the token before. The W keys before the segment come from the cache. A segment is read in
-blocks, and documents start only at starts of blocks. If a block has W tokens, as in the paper, a
-token's keys are in its own block and in the one before. Transformer-XL has one block per segment.
+A token attends to at most W keys of its document. The nearest of these keys is the token's own key
+or the key of the token before. The W keys before the segment come from the cache. A segment is read
+in blocks, and documents start only at starts of blocks. If a block has W tokens, as in the paper,
+the keys that a token sees are in its own block and in the block before. In Transformer-XL, a
+segment is one block.
 
 Tokens may be sharded by rows of the batch, heads and blocks. Each device computes the attention of
 its own tokens in `shard_map`, because XLA's partitioner cannot split a kernel. If the blocks of a
 segment are sharded, a device also reads the last W keys and values of the device that has the
 tokens before its own. The first device reads the cache instead.
 
-In shapes, H is the number of heads of queries, and G of heads of keys. Each head of keys serves
-H / G consecutive heads of queries.
+In shapes, H is the number of heads of queries, and G is the number of heads of keys. Each head of
+keys serves H / G consecutive heads of queries.
 """
 
 import functools
@@ -106,9 +107,9 @@ def local_attention(
       queries: already multiplied by any scale, unless `scale` is given.
       cached: keys and values of the W tokens before the segment, oldest first.
       bias: column 0 is for the nearest key that a token sees.
-      first: for each of N blocks, the place of the first token of the block's document, a multiple
-        of the length of a block. The segment begins at place 0, and cached tokens have negative
-        places.
+      first: for each of N blocks, the place of the first token of the block's document. This place
+        is a multiple of the length of a block. The segment begins at place 0, and cached tokens
+        have negative places.
       attend_to_self: True if the nearest key that a token sees is the token's own, False if it is
         the key of the token before.
       scale: if given, the keys are first scaled to norm 1, and the queries of head h to norm
@@ -141,12 +142,13 @@ def window_part(
     """Returns what `local_attention` returns, for blocks of W tokens.
 
     Args:
-      cache_mask: False where a document starts at block n, and for block 0 if the cache is empty.
-      dropout: a mask [H, W, W] of heads, queries of a block and slots, the same for all blocks. A
-        query sees W of the 2 W keys of its own block and the block before: slot c is key c of the
-        own block if the query sees it, and otherwise key c of the block before.
-      null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values, as in
-        the original code. False excludes these keys from the softmax.
+      cache_mask: True where block n may read the block before it. It is False where a document
+        starts at block n, and for block 0 if the cache is empty.
+      dropout: a mask [H, W, W], the same for all blocks, whose axes are heads, queries of a block
+        and slots. A query sees W of the 2 W keys of its own block and the block before. Slot c is
+        for key c of its own block if the query sees that key; else, for key c of the one before.
+      null_keys: If True, the keys that `cache_mask` hides take part in the softmax as zero keys
+        with zero values, as in the original code. If False, they are left out of the softmax.
     """
 
     def attend(inputs: WindowInputs) -> AttentionPart:
@@ -167,7 +169,7 @@ def window_part(
 def document_places(cache_mask: Bool[Array, "B N"], window: int) -> Int[Array, "B N"]:
     """Returns, for each block of W = `window` tokens, the place of its document's first token.
 
-    It is -W, the place of the first cached token, if the document starts before the segment.
+    If the document starts before the segment, the place is -W, that of the first cached token.
     """
     starts = window * jnp.arange(cache_mask.shape[1], dtype=jnp.int32)
     return jax.lax.cummax(jnp.where(cache_mask, -window, starts), axis=1)
@@ -184,8 +186,8 @@ def with_null_keys(
     window = tokens // blocks
     if bias is None:
         bias = jnp.zeros((heads, window), jnp.float32)
-    # For query r of a block, the columns of the bias from r + 1 on, or from r on if queries do not
-    # see their own keys, belong to keys of the block before.
+    # Of the columns of the bias for query r of a block, those from r + 1 on belong to keys of the
+    # block before. If queries do not see their own keys, these are the columns from r on.
     hidden = jax.lax.cumlogsumexp(bias, axis=1, reverse=True)
     if attend_to_self:
         hidden = jnp.pad(hidden[:, 1:], ((0, 0), (0, 1)), constant_values=-jnp.inf)
@@ -196,7 +198,10 @@ def with_null_keys(
 def _on_each_device(
     attend: Callable[[WindowInputs], AttentionPart], inputs: WindowInputs, *, sharded: bool
 ) -> AttentionPart:
-    """Runs `attend` on each device's parts of the inputs; if `sharded`, blocks are split, too."""
+    """Runs `attend` on each device, with the device's parts of the inputs.
+
+    If `sharded` is True, the blocks are divided among devices, too.
+    """
     members = inputs.queries.shape[2] // inputs.keys.shape[2]
 
     def attend_on_device(own: WindowInputs) -> AttentionPart:
@@ -234,7 +239,7 @@ def _window_from_left(cached: Float[Array, "B W G K"], own: Float[Array, "B T G 
 
 
 def last_block(x: Float[Array, "B T H K"], window: int) -> Float[Array, "B W H K"]:
-    """Returns the last `window` tokens of a segment, replicated on all devices that share it."""
+    """Returns the last `window` tokens of a segment, on every device that has a part of it."""
     if rules.shard_count("blocks", x.shape[1] // window) == 1:
         return x[:, -window:]
 

@@ -1,8 +1,8 @@
 """Window attention in plain XLA by chunks of queries, for windows and documents of any length.
 
-The backward pass computes the weights of a chunk again. In shapes, C is the number of chunks, Q of
-queries of a chunk, and R = H / G of heads of queries that share a head of keys. `api` describes the
-other axes.
+The backward pass computes the weights of a chunk again. In shapes, C is the number of chunks, and Q
+the number of queries of a chunk. R = H / G heads of queries share a head of keys. See `api` for the
+others.
 """
 
 import jax
@@ -16,8 +16,8 @@ from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED, soft_capped, softmax_and_lse
 from brt.ops.window_attention.inputs import WindowInputs
 
-# A chunk has at most this many queries. This limits the memory for the logits of a chunk to
-# CHUNK x (CHUNK + W) numbers for each row of the batch and head.
+# A chunk has at most this many queries. For each head of each row of the batch, the logits of a
+# chunk are then at most CHUNK x (CHUNK + W) numbers.
 CHUNK = 256
 
 
@@ -44,8 +44,8 @@ def window_attention(
 
     heads, groups = queries.shape[2], keys.shape[2]
 
-    # The queries of the R heads that share a head of keys are merged into one axis RQ of length
-    # R * Q. In weights, X is the number of keys of a chunk; in queries and outputs, it is K.
+    # The queries of the R heads that share a head of keys are merged into the axis RQ, of length R
+    # * Q. X is the number of keys of a chunk if x has weights, and K if x has queries or outputs.
     def by_key_head(x: Float[Array, "B H Q X"]) -> Float[Array, "B G RQ X"]:
         return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 

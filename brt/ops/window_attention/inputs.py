@@ -1,7 +1,8 @@
 """The arrays of window attention, and the band of biases that all tiles of a window share.
 
-In shapes, H is the number of heads of queries, G of heads of keys, D of parts of the segment, and
-Z = W + T. Each head of keys serves H / G consecutive heads of queries.
+In shapes, H is the number of heads of queries, and G the number of heads of keys. Each head of keys
+serves H / G consecutive heads of queries. Z = W + T is the number of cached keys and keys of the
+segment together. The segment has D equal parts, and documents start only at starts of parts.
 """
 
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ class WindowInputs(NamedTuple):
     keys: Float[Array, "B T G K"]
     values: Float[Array, "B T G K"]
     bias: Float[Array, "H W"] | None
+    # For each part, the place of the first token of the part's document.
     first: Int[Array, "B D"]
-    # A `DropoutMask`, or a `Dropout` for the implementation by chunks; None drops nothing.
+    # A `DropoutMask`, or a `Dropout` for the implementation in `chunks`; None for no dropout.
     dropout: Any = None
     scale: Float[Array, " H"] | None = None
 
@@ -31,7 +33,7 @@ class WindowInputs(NamedTuple):
 
     @property
     def part(self) -> int:
-        """The number of tokens of a part; documents start only at starts of parts."""
+        """The number of tokens in each of the D parts of the segment."""
         return self.queries.shape[1] // self.first.shape[1]
 
     def starts(self) -> Int[Array, "B T"]:
@@ -58,7 +60,7 @@ def bias_band(
     """Returns the biases of R = `rows` consecutive queries and C = `columns` consecutive keys.
 
     Key 0 stands W places before query 0, so the distance of query r and key c is d = r + W - c. The
-    query sees the key if `nearest` <= d < W + `nearest`; the bias is then that of column d -
+    query sees the key if `nearest` <= d < W + `nearest`, and its bias is then in column d -
     `nearest`. All other pairs have the bias `hidden`.
     """
     window, length = bias.shape[1], rows + columns

@@ -20,10 +20,10 @@ def refusal(inputs: WindowInputs) -> str | None:
 def window_attention(
     inputs: WindowInputs, *, attend_to_self: bool, interpret: Any = None
 ) -> AttentionPart:
-    """Implements `api.local_attention`; its dropout is None or a `DropoutMask`."""
+    """Implements `api.local_attention`; `inputs.dropout` is None or a `DropoutMask`."""
     (tokens, heads), window = inputs.queries.shape[1:3], inputs.window
     nearest, missing = 0 if attend_to_self else 1, -window % TILE
-    # The cache is padded in front to Z keys, a multiple of TILE. No token sees the padding.
+    # The cache is padded in front to a multiple of TILE keys (`size`). No token sees the padding.
     padding = (0, 0), (missing, 0), (0, 0), (0, 0)
     inputs = inputs._replace(cached=tuple(jnp.pad(x, padding) for x in inputs.cached))
     queries, keys, values = inputs.queries, inputs.keys, inputs.values
@@ -34,7 +34,8 @@ def window_attention(
         # for a second array of keys.
         queries, keys, values = inputs.joined()
         cached = scale = None
-    # The first Z keys are cached ones, so the window of token t ends with key t + Z - `nearest`.
+    # The first `size` keys are cached ones, so token t has key t + `size`. The last key of its
+    # window is key t + `size` - `nearest`, and `end` is the index after it.
     end = jnp.arange(tokens)[None] + size - nearest + 1
     begin = jnp.maximum(end - window, inputs.starts() + size)
     spans = jnp.stack([begin, jnp.broadcast_to(end, begin.shape)], axis=1)

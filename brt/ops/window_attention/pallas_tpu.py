@@ -1,10 +1,10 @@
-"""Window attention by the attention kernels for TPUs; a slab of keys is two blocks of the window.
+"""Window attention by the attention kernels for TPUs, which read two blocks of W keys at once.
 
 The kernels keep the keys and values of two blocks on the chip, so they support only windows up to a
 certain length. A longer window is split into sub-windows of S keys. If keys and values are delayed
 by a multiple of S places, the keys of a sub-window become the nearest S keys of a query. The
-log-sum-exps tell how to combine the outputs. In shapes, D is the number of parts of the segment;
-documents start only at starts of parts.
+log-sum-exps tell how to combine the outputs. In shapes, the segment has D parts, and documents
+start only at starts of parts.
 """
 
 import functools
@@ -21,7 +21,8 @@ from brt.ops.partial_attention import AttentionPart, merge_parts
 from brt.ops.tpu import LANES, head_refusal, vmem_limit, vmem_refusal
 from brt.ops.window_attention.inputs import WindowInputs, bias_band
 
-# A sub-tile of a window has this many queries; with 64 or 256, schedules are longer.
+# A sub-tile of a window has this many queries. With 64 or 256, the compiler's schedules of
+# instructions are longer.
 _ROWS = 128
 _LONGEST_WINDOW = 2048  # Longer windows are split into sub-windows.
 _LEAST_SUBWINDOW = 512  # No window is split into shorter sub-windows than this.
@@ -76,7 +77,7 @@ def _whole_window_refusal(queries: Array, window: int, drops: bool) -> str | Non
 def window_attention(
     inputs: WindowInputs, *, attend_to_self: bool, interpret: Interpret = False
 ) -> AttentionPart:
-    """Implements `api.local_attention`; its dropout is None or a `DropoutMask`.
+    """Implements `api.local_attention`; `inputs.dropout` is None or a `DropoutMask`.
 
     T is a multiple of W or, if the window is split, of the length of a sub-window. If `interpret`
     is True, the kernels run on any device, slowly, and with windows of any size.
@@ -120,9 +121,9 @@ def attend_to_subwindows(
 ) -> AttentionPart:
     """Returns window attention, merged from calls of `attend` for sub-windows of `size` keys.
 
-    If a token sees no key, the log-sum-exp is `softmax.FLOOR` plus the logarithm of the number of
+    If a token sees no key, its log-sum-exp is `softmax.FLOOR` plus the logarithm of the number of
     sub-windows. Because keys are delayed, `attend` may get a place `first` that lies after a token.
-    Such a token sees no key of the sub-window.
+    This token then sees no key of the sub-window.
     """
     window, tokens, bias = inputs.window, inputs.keys.shape[1], inputs.bias
     pairs = zip(inputs.cached, (inputs.keys, inputs.values), strict=True)
@@ -143,10 +144,13 @@ def attend_to_subwindows(
 
 
 def _delayed(first: Int[Array, "B D"], part: int, size: int, delay: int) -> Int[Array, "B D2"]:
-    """Returns `WindowInputs.first` for keys delayed by `delay` places, for D2 >= D parts."""
-    # If parts consist of whole blocks of `size` tokens, the kernel can hide only the whole previous
-    # block. This suffices only if the document of a query starts no later than the query's block.
-    # With delayed keys, the document may start in a later block. Therefore the segment is split
+    """Returns `WindowInputs.first` for keys delayed by `delay` places.
+
+    The result is for D2 parts, which are the given parts of `part` tokens or shorter ones.
+    """
+    # If parts consist of whole blocks of `size` tokens, the kernel can hide the previous block only
+    # as a whole. This suffices only if the document of a query starts no later than the query's
+    # block. With delayed keys, the document may start in a later block, so the segment is split
     # into parts of half a block. With such parts, the kernel compares the place of every key with
     # the start of the document.
     if part % size == 0:

@@ -10,7 +10,7 @@ from brt.ops.window_attention.inputs import WindowInputs
 def window_attention(
     inputs: WindowInputs, *, attend_to_self: bool, soft_cap: float = 0.0
 ) -> AttentionPart:
-    """Implements `api.local_attention`; its dropout is None or a `DropoutMask`."""
+    """Implements `api.local_attention`; `inputs.dropout` is None or a `DropoutMask`."""
     queries, keys, values = inputs.joined()
     length, window, factors = queries.shape[1], inputs.window, None
     keys, values = (jnp.repeat(x, queries.shape[2] // x.shape[2], axis=2) for x in (keys, values))

@@ -2,7 +2,7 @@
 
 The keys of the last W tokens are in a ring buffer of W slots: the token at place p of a block is in
 slot p mod W. The T tokens that are read now are not in the buffer yet. Their keys and values are
-separate arrays, so that the much larger buffer is not copied.
+separate arrays, because joining them with the much larger buffer would copy it.
 """
 
 from typing import NamedTuple
@@ -50,7 +50,7 @@ def ring_attention(
 ) -> AttentionPart:
     """Returns the attention output of T tokens, at most W, over their windows.
 
-    The contract is that of `api.window_part`, with these exceptions.
+    The arguments are those of `api.window_part`, with these exceptions.
 
     Args:
       queries: normalized, rotated and multiplied by any scale.
@@ -62,8 +62,8 @@ def ring_attention(
     batch, tokens, heads, size = queries.shape
     groups, window = ring.values.shape[1:3]
     nearest, ahead = 0 if attend_to_self else 1, jnp.arange(tokens)
-    # `distances` [B, T, W + T] has the position of each token minus the position of each key, which
-    # is negative for keys after the token.
+    # `distances` [B, T, W + T] has the position of each token minus the position of each key. The
+    # difference is negative for keys after the token.
     here = position[:, None] + ahead[None]
     places = jnp.concatenate([ring_places(window, position), here], axis=1)
     distances = here[:, :, None] - places[:, None]

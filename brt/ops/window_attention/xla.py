@@ -1,6 +1,6 @@
-"""Window attention in plain XLA: tiles of rows with the range of keys that each may see.
+"""Window attention in plain XLA: tiles of queries, each with a range of keys.
 
-A tile has R consecutive queries (rows), and reads S = W + R keys, a range of complete tiles. A row
+A tile has R consecutive queries (rows), and reads the S = W + R keys of consecutive tiles. A row
 sees only W of these keys; for the other R keys, the bias of the tile is MASKED. The masked logits
 are computed in vain, but every array is written by one matrix product and read by the next. Logits
 have the layout [keys, rows], and the sums divide the output, for the reasons that
@@ -10,8 +10,8 @@ XLA recomputes an array in each loop that reads it, if the computation seems che
 tile and for transposed keys and values, the computation is in fact expensive, so functions of
 `layout` store these arrays.
 
-In shapes, M is the number of tiles of a segment, Z of tiles including those of the cache, and N of
-blocks of W tokens.
+In shapes, M is the number of tiles of a segment, and Z the number of tiles of the cache and the
+segment together. N is the number of blocks of W tokens.
 """
 
 from functools import reduce
@@ -82,7 +82,11 @@ def window_attention(inputs: WindowInputs, *, attend_to_self: bool) -> Attention
 
 
 def _bias_tile(bias: Float[Array, "H W"], rows: int, nearest: int) -> Float[Array, "H S R"]:
-    """Returns the bias of a tile, as `inputs.bias_band` returns it, but transposed."""
+    """Returns the bias of each of the S keys and R rows of a tile.
+
+    This is the transpose of what `inputs.bias_band` returns for the tile. `nearest` is the distance
+    from a query to the nearest key that it sees, 0 or 1.
+    """
     # The padded bias has an entry for every distance between a row and a key of the tile.
     window, padding = bias.shape[1], (nearest, 2 * rows - nearest)
     by_distance = jnp.pad(bias, ((0, 0), padding), constant_values=MASKED)
@@ -91,7 +95,7 @@ def _bias_tile(bias: Float[Array, "H W"], rows: int, nearest: int) -> Float[Arra
 
 
 def _key_mask(cache_mask: Bool[Array, "B N"], window: int, rows: int) -> Bool[Array, "B M S"]:
-    """Returns True where a tile may read a key; it may always read the keys of its own block."""
+    """Returns True where a tile may read a key, which is always so for keys of its own block."""
     place = np.arange(window // rows)
     # The first axis of `own_block` has the tiles of a block, and the second axis has the S keys
     # that a tile may see.
@@ -164,7 +168,7 @@ def _attend(
     mask: Bool[Array, "B M S"],
     dropout: Float[Array, "M H S R"] | None,
 ) -> tuple[Float[Array, "B M H K R"], Float[Array, "B M H R"]]:
-    """Returns output and log-sum-exp of M tiles of R rows, each with the S keys that it may see."""
+    """Returns the output and the log-sum-exp of the R rows of each of M tiles."""
     return _forward(q, k, v, tile, mask, dropout)[0]
 
 
@@ -205,8 +209,8 @@ def _backward(residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
     scaled = jax.lax.optimization_barrier((gradient.astype(jnp.float32) / total).astype(q.dtype))
     # The gradient of the softmax subtracts, for each query, the sum over S keys of the weight times
     # the weight's gradient. This sum equals the dot product of the output and the output's
-    # gradient, which is a sum over K numbers only. The output `lse` depends on the logits, too,
-    # with the weights as derivatives. The gradient of `lse` is therefore subtracted from the sum.
+    # gradient, which is a sum over K numbers only. The output `lse` also depends on the logits, and
+    # its derivatives are the weights. The gradient of `lse` is therefore subtracted from the sum.
     along = jnp.sum(scaled.astype(jnp.float32) * y.astype(jnp.float32), axis=-2, keepdims=True)
     along -= d_lse[..., None, :] / total
     d_weights = _matmul(_visible_keys(v, tiles), scaled)

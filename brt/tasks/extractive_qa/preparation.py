@@ -33,9 +33,9 @@ def questions(source: str) -> Iterator[Question]:
 
     They are for tests and examples, and the same on every machine. A context consists of five to
     eight facts such as "banana is gofuna rilo .", separated by random words of a fixed lexicon. In
-    this fact, "banana" is the key and "gofuna rilo" the value, one or two words long. A question is
-    "what is banana ?", and its answer is the value of the key. The other facts have other keys, so
-    a model has to find the key of the question.
+    this fact, "banana" is the key and "gofuna rilo" is the value. A value has one or two words. The
+    question about this fact is "what is banana ?", and the answer is the value. The other facts of
+    the context have other keys, so a model has to find the key of the question.
     """
     name, count = generated.parse(source)
     lexicon = generated.words(f"questions {VERSION}", KEYS + VALUES + FILLERS)
@@ -62,7 +62,7 @@ class WindowRow(NamedTuple):
 
     question: int  # index of the question in the store
     start: int  # index of the window's first token in the context
-    stop: int  # index of the token after the window's last one
+    stop: int  # index of the token after the window's last token
     # Positions of the answer's first and last token in the model's input. Both are 0, the position
     # of the first special token, if the window does not contain the whole answer.
     answer_start: int
@@ -300,7 +300,8 @@ def _rows(
     """Yields the windows of a question.
 
     `question` is the index of the question, and `question_length` its number of tokens. `length` is
-    the number of tokens of the context, and `answer` the answer's first and last token in it.
+    the number of tokens of the context. `answer` has the indices, in the context, of the answer's
+    first and last token; None if there is no answer.
     """
     room = section.max_length - tokenizer.special_count(2) - question_length
     first = len(tokenizer.begin) + question_length + len(tokenizer.between)

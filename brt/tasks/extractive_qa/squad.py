@@ -3,9 +3,9 @@
 Questions are read from files in the JSON format of SQuAD 1.1 and 2.0, and from tables. A JSON file
 has a list `data` of articles, an article has a list `paragraphs`, and a paragraph has a text
 `context` and a list `qas` of questions with their answers. A table has a row for each question,
-with the columns `id`, `context`, `question` and `answers`; the texts and positions of the answers
-are lists in `answers`, as in the tables of SQuAD on Hugging Face. The metrics are computed as in
-SQuAD's official scripts (1.1 and 2.0).
+with the columns `id`, `context`, `question` and `answers`. As in the tables of SQuAD on Hugging
+Face, `answers` contains two lists: the texts of the answers, and their positions in the context.
+The metrics are computed as in SQuAD's official scripts (1.1 and 2.0).
 """
 
 import itertools
@@ -67,8 +67,8 @@ def question(
 ) -> Question | BadRow:
     """Returns the question that an entry of a file describes, or a BadRow if the entry has a fault.
 
-    The entry, an element of the list `qas`, has the keys "id", "question" and "answers"; `where` is
-    its file and position, for messages.
+    The entry is an element of the list `qas`, or a row of a table in the same form, with the keys
+    "id", "question" and "answers". `where` is the entry's file and position, for messages.
     """
     id, text = entry.get("id"), entry.get("question")
     if not isinstance(id, str | int | float):

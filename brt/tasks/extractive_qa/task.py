@@ -1,8 +1,8 @@
 """The extractive question answering task: find the span of a text that answers a question.
 
 Long texts are cut into windows. A model reads the question together with one window of the text,
-and predicts the span of tokens of the window that is the answer; not every window contains it. In
-shapes, B is the number of windows in a batch and T their padded number of tokens.
+and predicts which span of the window's tokens is the answer. Not every window contains the answer.
+In shapes, B is the number of windows in a batch and T their padded number of tokens.
 """
 
 import math
@@ -39,7 +39,7 @@ class WindowPrediction(NamedTuple):
 
 
 class AnswerEvaluator(HeadEvaluator):
-    """Evaluates question answering; the answer to a question is the best answer of its windows.
+    """Evaluates question answering. The answer to a question is the best answer in its windows.
 
     Exact match and F1 are defined as for SQuAD. The score of a question is the highest score that
     its prediction reaches against one of the true answers. The metrics are averages over questions,
@@ -119,8 +119,9 @@ def average_scores(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the averages of exact match and F1 over questions, in percent, by name.
 
     Each of `rows` is a question with scores from 0 to 1. If some questions have no answer, there
-    are also averages over two groups of questions. The names of the averages over questions with an
-    answer begin with "answerable_", and over questions without an answer with "unanswerable_".
+    are also averages over two groups of questions. Names that begin with "answerable_" are averages
+    over questions with an answer. Names that begin with "unanswerable_" are averages over questions
+    without an answer.
     """
     kinds = {"": rows, "answerable_": [r for r in rows if r["answers"]]}
     if len(kinds["answerable_"]) == len(rows):
@@ -163,7 +164,7 @@ class ExtractiveQa(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """The loss is the cross-entropy of the first and the last token of the answer, summed."""
+        """The loss is the sum of the cross-entropies of the answer's first and last token."""
         batch = inputs.batch
         logits = self.predict(config, params, batch, inputs.key)
         nats = jnp.sum(span_nats(logits, batch.targets, batch.scored))

@@ -82,15 +82,15 @@ class TokenScores:
         """Adds the next segment of each of B rows.
 
         `document` has the index of the document of each of the N blocks of a segment, -1 for
-        padding. The blocks of a document are added in their order, and all by the same row. `right`
-        is True if the correct token was the most likely one.
+        padding. All blocks of a document must come from the same row, in their order in the
+        document. `right` is True for each token that was the most likely one.
         """
         blocks = np.stack([nats, right], axis=1).reshape(len(nats), 2, document.shape[1], -1)
         for row, block in np.argwhere(document >= 0):
             self._blocks[int(document[row, block])].append(blocks[row, :, block])
 
     def of(self, document: int) -> Float[np.ndarray, "2 T"]:
-        """Returns nats and `right` of the tokens of a document that were read, without padding."""
+        """Returns the nats and `right` (see `add`) of the tokens of a document that were read."""
         parts = [np.zeros((2, 0)), *self._blocks[document]]
         return np.concatenate(parts, axis=1, dtype=np.float64)[:, : self._lengths[document]]
 
@@ -117,11 +117,11 @@ def answer_metrics(
 ) -> dict[str, Any]:
     """Returns the metrics of answers, as JSON for a report.
 
-    The entry "answers" has the same metrics for groups of answers, with distances of up to 1
-    window, from 1 to 2 windows, from 2 to 4 windows, and so on. The entry "rest_bits_per_byte" is
-    about the text outside of answers. `bits` and `size` are the total bits and bytes of the
-    documents, including the answers. A size of 0 means that the tokens do not reproduce the text;
-    bits per byte are None then.
+    Most entries are about all answers together. The entry "answers" has the same metrics for each
+    group of answers: those with distances of up to 1 window, from 1 to 2 windows, from 2 to 4
+    windows, and so on. The entry "rest_bits_per_byte" is about the text outside of answers. `bits`
+    and `size` are the total bits and bytes of the documents, including the answers. A size of 0
+    means that the tokens do not reproduce the text; bits per byte are None then.
     """
     rows = defaultdict(list)
     for answer in answers:

@@ -132,7 +132,7 @@ class Document(NamedTuple):
 
 
 def page_html(documents: Sequence[Document], *, other: str, without: str | None) -> str:
-    """Returns an HTML page with the documents, which needs no other file.
+    """Returns an HTML page that shows the documents, and needs no other file.
 
     `other` is the name of the other run. `without` is the part of the memory that was reset while
     the model of the other run read; None if no part was reset.
@@ -164,7 +164,7 @@ def _section(document: Document) -> Iterator[str]:
 
 
 def _characters(pieces: Sequence[bytes]) -> Iterator[str]:
-    """Yields the text of each token. A character of several tokens belongs to the last of them."""
+    """Yields the text of each token; the last token of a character has the whole character."""
     return map(codecs.getincrementaldecoder("utf-8")("replace").decode, pieces)
 
 
@@ -178,11 +178,11 @@ def group_rows(
     key: str, names: Sequence[Any], groups: Sequence[np.ndarray],
     nats: Sequence[np.ndarray], other: Sequence[np.ndarray],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Compares two models on groups of tokens; returns a row for each group with tokens, as JSON.
+    """Compares two models on groups of tokens; returns a JSON row for each group that has tokens.
 
-    A row has the name of the group (as `key`), the number of tokens, the bits per token of both
-    models, their difference with half of its 95 % confidence interval over documents, and the
-    group's share of the difference over all tokens.
+    A row has the name of the group (in the entry called `key`), the number of tokens, the bits per
+    token of both models, their difference with half of its 95 % confidence interval over documents,
+    and the group's share of the difference over all tokens.
 
     Args:
       groups: the group of each token of each document, as an index into `names`.
@@ -192,7 +192,7 @@ def group_rows(
     def sums(values: Iterable[np.ndarray | None]) -> np.ndarray:
         """Returns the sums of `values` over the tokens of each group, [documents, groups].
 
-        If the values of a document are None, its tokens are counted.
+        If `values` has None for a document, the tokens of this document are counted.
         """
         weighted = zip(groups, values, strict=True)
         return np.asarray([np.bincount(own, weight, len(names)) for own, weight in weighted])
@@ -397,7 +397,7 @@ class ComparisonEvaluator:
         )  # fmt: skip
 
     def _pieces(self, document: int) -> list[bytes]:
-        """Returns the bytes of each token of a document; an end token that is scored has none."""
+        """Returns the bytes of each token of a document. A scored end token has no bytes."""
         decode = self._tokenizer.decode_bytes
         pieces = [decode(token[None]) for token in self._store.document(document)]
         return pieces + [b""] * (int(self._store.lengths[document]) - len(pieces))

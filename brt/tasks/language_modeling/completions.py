@@ -26,8 +26,8 @@ def generated(
 ) -> list[Summary] | None:  # fmt: skip
     """Returns what the model writes after each prompt; None if `control` stopped the generation.
 
-    A prompt is everything before the last scored tokens of a document. The section Decoding has the
-    settings of the search, which continues Evaluation.batch_size prompts at once.
+    A prompt is everything before the last scored tokens of a document. A search with the settings
+    of the section Decoding continues Evaluation.batch_size prompts at once.
     """
     found, spans = list[Summary](), last_spans(store)
     special = [*tokenizer.special_ids.values(), *config.model.end_ids]

@@ -26,7 +26,7 @@ TokenScores = tuple[Float[np.ndarray, " T"], Bool[np.ndarray, " T"]]
 
 
 class ContinuationScorer:
-    """Scores texts that follow one memory. The first call for a number of texts compiles."""
+    """Scores texts that continue one memory. The first call for a number of texts compiles."""
 
     def __init__(self, config: Config):
         decoder = Decoder(config.model, kernels=config.kernels)
@@ -95,7 +95,7 @@ def _read_and_score(
     tokens: Int[Array, "B D"],
     count: Int[Array, ""],
 ) -> tuple[Memory, Float[Array, "B C"], Bool[Array, "B C"]]:
-    """Reads the first `count` of D tokens, for which the memory's open block must have room.
+    """Reads the first `count` of D tokens, which must fit into the memory's open block.
 
     Returns the new memory, and the scores of the token that follows each of the `count` tokens. If
     the open block of the new memory is full, the caller has to end the block.

@@ -81,8 +81,8 @@ def with_ends(config: Config, scored: bool) -> Config:
 def documents(config: Config, dataset: Dataset, split: str) -> TokenStore:
     """Returns the documents of a split, with their end tokens if these are scored.
 
-    If the ends of documents are held out for another split, the documents of this split are
-    beginnings, which have no end token.
+    If the ends of documents are held out for another split, the documents of this split are only
+    beginnings of documents, and get no end token.
     """
     store, end = dataset.split(split), end_id(config)
     if end is None or splits.are_beginnings(store.names):
@@ -105,8 +105,8 @@ def clause(protocol: Mapping[str, Any]) -> str:
     return "ends of documents scored as tokens without bytes, " if scored else ""
 
 
-# The prompt of a sample has this number of tokens. A block usually has more tokens, so that
-# the prompt is read token by token, and the program that reads whole blocks need not be compiled.
+# The prompt of a sample has this number of tokens. A block usually has more tokens. The prompt is
+# therefore read token by token, and the program that reads whole blocks need not be compiled.
 PROMPT_TOKENS = 32
 # This number is folded into the random key of the run, so that sampling uses other random numbers
 # than dropout.
@@ -121,7 +121,7 @@ LONGEST_WORDS = 25
 
 
 class TextScorer:
-    """Computes the nats of each token of a text; the first is predicted from BOS (`bos_id`)."""
+    """Computes the nats of each token of a text; the first token is predicted from `bos_id`."""
 
     def __init__(self, config: Config, bos_id: int):
         self._config, self._bos_id = config, bos_id
@@ -136,8 +136,8 @@ class TextScorer:
     ) -> Float[np.ndarray, " T"]:
         """Returns the nats of each token.
 
-        The text is read in segments of Evaluation.segment_length tokens, except for the last one,
-        which may be shorter. Caches and states are carried from segment to segment.
+        The text is read in segments of Evaluation.segment_length tokens; the last segment may be
+        shorter. Caches and states are carried from segment to segment.
         """
         length, window = self._config.evaluation_segment_length, self._config.model.block_length
         carry, nats = place_like(new_state(self._config.model, 1), variables.params), []
@@ -157,7 +157,7 @@ class TextScorer:
 
 
 def _halved(length: int, block: int, tokens: int) -> int:
-    """Returns the length of a segment: `length`, halved while it still holds `tokens` tokens.
+    """Returns the length of a segment: `length`, halved as long as `tokens` tokens still fit.
 
     The result is a multiple of `block`. A short last segment thus has little padding, and only a
     few lengths occur, for each of which a program is compiled.
@@ -190,7 +190,7 @@ def text_metrics(
 
     Word perplexity is exp(nats per word), as for PG-19. It is None if white space does not separate
     words, as in Chinese, or if it is huge. `lost` is the number of bytes of the text that the
-    tokens do not reproduce. If it is above 0, only bits per token are defined; the figures per
+    tokens do not reproduce. If `lost` is above 0, only bits per token are defined; the figures per
     byte, character and word are None. BOS and padding do not count as tokens.
     """
     bits = nats / math.log(2)
@@ -217,8 +217,8 @@ class SplitScores:
     # protocols are equal.
     protocol: dict[str, Any]
     documents: list[DocumentScore]  # in the order of the store
-    # Speed without the first segment, which includes compilation; None if there is only one
-    # segment.
+    # Speed of all segments but the first, whose time includes compilation; None if there is only
+    # one segment.
     tokens_per_second: float | None
     answered: Sequence[answers.ScoredAnswer] = ()  # scores of the answers in memory tasks
     tokens: Sequence[np.ndarray] = ()  # nats of each token of each document; () if not kept
@@ -296,7 +296,7 @@ class DocumentEvaluator:
         return self._with_completions(report, variables, control) if self._generate else report
 
     def _gigaflops(self) -> float:
-        """Returns the mean GFLOPs of reading a pair; only scored tokens need logits."""
+        """Returns the mean GFLOPs of reading a pair, with logits of scored tokens only."""
         model, store = self._config.model, self._store
         logits = 2 * model.model_dim * model.vocab_size
         read = (forward_flops_per_token(model) - logits) * store.lengths.mean()
@@ -369,7 +369,7 @@ class DocumentEvaluator:
         Args:
           ablate: part of the memory that is reset before every segment, as in `EvaluationRequest`.
           tokens_per_document: number of tokens to read of each document; 0 reads all.
-          keep_tokens: True also returns the nats of each token.
+          keep_tokens: True if the result also has the nats of each token.
         """
         config, store = self._config, self._store
         length = config.evaluation_segment_length
@@ -397,7 +397,7 @@ class DocumentEvaluator:
             if store.spans is not None:  # The tokens of prompts are read, but not scored.
                 tokens = int(real.sum()) * config.model.block_length
             timed += tokens if begin else 0
-            # The clock starts after the first segment, which includes compilation.
+            # The clock starts after the first segment, whose time includes compilation.
             begin = begin or time.perf_counter()
             control.progress(tokens)
         limit = tokens_per_document
@@ -431,8 +431,9 @@ class DocumentEvaluator:
     ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
         """Reads a segment, and returns the results of `segment_scores`.
 
-        If `forgets` is True, the part `part` of the memory is reset first. `forgets` is an argument
-        of the compiled program, so that the normal and the ablated pass use the same program.
+        If `forgets` is True, the part of the memory that `part` names is reset first. `forgets` is
+        an argument of the compiled program, so that the normal and the ablated pass use the same
+        program.
         """
         if part:
             model = self._config.model
@@ -455,7 +456,7 @@ class DocumentEvaluator:
 
 
 def _evaluation_result(results: list[SplitScores], plots: bool) -> EvaluationResult:
-    """Returns the result of the first pass, compared with the second if there are two."""
+    """Returns the result of the first pass, with differences if there is a second pass."""
     report = {**results[0].totals, "protocol": results[0].protocol}
     name = "bits_per_byte" if report["bits_per_byte"] is not None else "bits_per_token"
     rows = [{"document": score.name, **text_metrics(*score[1:])} for score in results[0].documents]

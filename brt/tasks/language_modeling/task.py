@@ -177,8 +177,9 @@ class LanguageModeling(Task):
         return super().open(config, progress=progress)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Also sets Data.score_ends to 'yes' or 'no' instead of 'auto'. A model without an end
-        token gets BOS as its end token if it learns pairs, so that completions end.
+        """Also sets Data.score_ends to 'yes' or 'no' instead of 'auto'. If the data are pairs, a
+        model without an end token gets BOS as its end token, so that it learns to end its
+        completions.
         """
         tokenizer, model = dataset.tokenizer, config.model
         pairs = any(store.spans is not None for store in dataset.splits.values())
@@ -260,7 +261,7 @@ class LanguageModeling(Task):
         return DocumentEvaluator(request)
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Also returns ROUGE scores, and the rise of the bits if a part of the memory was reset."""
+        """Also returns ROUGE scores, and by how much the bits rise without a part of the memory."""
         costs = {
             name: value for name, value in report.items() if name.startswith("ablation_costs_")
         }

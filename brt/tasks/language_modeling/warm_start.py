@@ -1,7 +1,7 @@
 """Warm start from another language model, which may have other kinds of layers.
 
-A run is a sequence of neighbouring layers of one kind (`brt.layers.runs`). The arrays of a
-parameter in all layers of a run are stacked in one array.
+A run is a sequence of neighbouring layers of one kind (`brt.layers.runs`). The arrays that a
+parameter has in the layers of a run are stacked in one array.
 """
 
 import jax
@@ -28,8 +28,9 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
     new = by_layer(initial, model)
     missing = [name for name in new if name not in old]
     for name, array in new.items():
-        # If the model's layer has an output kernel [2, H, K, D] for two attentions, the weights may
-        # have the kernel [1, H, K, D] for attention to tokens alone.
+        # If the model's layer has an output kernel [2, H, K, D] for two attentions (H heads of K
+        # dimensions, vectors of D), the weights may have the kernel [1, H, K, D] for attention to
+        # tokens alone.
         one_attention = name.endswith("/output") and array.shape[0] == 2 and (1, *array.shape[1:])
         if name in old and old[name].shape == one_attention:
             old[name] = jnp.concatenate([old[name], array[1:].astype(old[name].dtype)])

@@ -31,8 +31,8 @@ _LONGEST_BLOCK = 256
 class WindowEvaluator:
     """Evaluates one model with several windows; every document is read from start to end.
 
-    The windows replace Model.window. Layers that Window.by_layer gives another window keep that
-    window.
+    The windows replace Model.window. Layers to which Window.by_layer assigns another window keep
+    the window of Window.by_layer.
     """
 
     unit, partial = "tok", False
@@ -50,7 +50,7 @@ class WindowEvaluator:
             for w in self.windows
         ]
         self._store = evaluation.documents(self._config, request.dataset, request.split)
-        self._edges = [0, *self.windows]  # Bits are reported for ranges that begin here.
+        self._edges = [0, *self.windows]  # the first positions of the reported ranges
         self.total = sum(evaluator.total for evaluator in self._evaluators)
 
     def __call__(
@@ -68,7 +68,7 @@ class WindowEvaluator:
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """The model reads with the largest window."""
+        """Returns the sample of the model with the largest window."""
         return self._evaluators[-1].sample(variables, step, control)
 
     def _result(self, scores: Sequence[SplitScores], positions: np.ndarray) -> EvaluationResult:
@@ -119,7 +119,7 @@ class WindowEvaluator:
 
 
 def sums_by_position(documents: Iterable[np.ndarray], edges: Sequence[int]) -> np.ndarray:
-    """Returns the sum of the values in each range of positions over all documents.
+    """Returns, for each range of positions, the sum of the values there over all documents.
 
     Each of `documents` has a value for each token. `edges` has the first position of each range,
     ascending, beginning with 0.

@@ -15,8 +15,8 @@ from brt.generation.session import Session
 from brt.tasks.writers import Prompt, StopFilter, WriteOptions, Writer
 
 MAX_TOKENS = 500
-# At most `LANES` prompts are continued at once, and fewer if the memories of this number of prompts
-# had more than `_MOST_BYTES` bytes in total.
+# At most `LANES` prompts are continued at once, and fewer if the memories of `LANES` prompts would
+# take more than `_MOST_BYTES` bytes in total.
 LANES, _MOST_BYTES = 16, 1 << 31
 
 
@@ -54,11 +54,11 @@ class TextWriter(Writer):
     def __call__(self, prompt: Prompt, options: WriteOptions) -> Iterator[str]:
         """Reads a prompt, and yields the continuation in parts, without the prompt.
 
-        The prompt follows what the session has read. The continuation ends early at a token of
-        Model.end_ids or before a stop string, and contains neither. After a stop string, the
-        session keeps the memory of the text before the stop string. If the text ends within a UTF-8
-        character and no end token was sampled, the bytes of this character are not yielded, but
-        kept in the session's memory.
+        The prompt continues the text that the session has read. The continuation ends early at a
+        token of Model.end_ids or before a stop string, and contains neither. After a stop string,
+        the session keeps the memory of the text before the stop string. If the text ends within a
+        UTF-8 character and no end token was sampled, the bytes of this character are not yielded,
+        but kept in the session's memory.
         """
         session = self.session
         if prompt:
@@ -151,7 +151,7 @@ class TextWriter(Writer):
             yield tokens[0]
 
     def _rewind(self, before: Memory, tokens: np.ndarray, text: str) -> None:
-        """Gives the session the memory that it has at the end of `text`.
+        """Sets the session back to the memory that it has after `text`.
 
         `text` is the beginning of the text that the generated `tokens` stand for. The tokens of
         `text` are read again, starting from the memory `before`. If `text` ends within a token, the

@@ -155,7 +155,7 @@ class MaskedEvaluator:
             correct = predictions.guesses == predictions.targets
             right += int(np.sum(predictions.scored & correct))
             timed += int(batch.scored.sum()) if begin else 0
-            # The clock starts after the first batch, which includes compilation.
+            # The clock starts after the first batch, whose time includes the compilation.
             begin = begin or time.perf_counter()
             control.progress(int(batch.scored.sum()))
         speed = timed / (time.perf_counter() - begin) if timed and begin else None
@@ -234,8 +234,8 @@ class MaskedEvaluator:
     def _batches(self, tokens_per_document: int) -> Iterator[tuple[Batch, Int[np.ndarray, "B 2"]]]:
         """Yields pairs of a batch and the segments that its rows contain.
 
-        A segment is described by two indices: that of its document (-1 for an empty row), and that
-        of the segment in the document. If `tokens_per_document` is 0, all tokens are read.
+        A segment is described by two indices: the index of its document (-1 for an empty row), and
+        the index of the segment in the document. All tokens are read if `tokens_per_document` is 0.
         """
         length, store = self._config.evaluation_segment_length, self._store
         past: Counter[int] = Counter()
@@ -283,7 +283,7 @@ _MASKS, _ATTENTION, _DROPOUT = range(3)
 class MaskedLanguageModeling(EncoderTask):
     """The task of predicting masked tokens of independent segments with an encoder.
 
-    The id of the mask follows the ids of the tokenizer.
+    The mask has the id that follows the last id of the tokenizer.
     """
 
     name = "masked_language_modeling"
@@ -307,7 +307,9 @@ class MaskedLanguageModeling(EncoderTask):
         return tokenizer.vocab_size + 1
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
-        """An encoder attends to the whole segment, so a segment contains no second document."""
+        """Returns a reader that never puts two documents into a segment, because an encoder attends
+        to the whole segment.
+        """
         t = config.training
         return lanes.lane_reader(
             config.data, dataset.split("train"), batch_size=t.batch_size,
@@ -317,7 +319,7 @@ class MaskedLanguageModeling(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """The loss is smoothed by Training.label_smoothing; the nats of the `Aux` are not."""
+        """Training.label_smoothing smooths the loss, but not the nats in the returned `Aux`."""
         batch, key = inputs.batch, inputs.key
         keys = [jax.random.fold_in(key, purpose) for purpose in (_MASKS, _ATTENTION, _DROPOUT)]
         tokens = mask_batch(config, batch, lane_keys(keys[_MASKS], len(batch.targets)))

@@ -1,7 +1,8 @@
 """Computes log-mel features (logarithms of energies in bands of frequencies) of wav files.
 
-The files contain plain PCM, whatever their header calls it. In shapes, X is the number of frames, F
-the number of features (mel bands) of a frame, and N the number of samples.
+The files must contain plain PCM samples, but their header may also be of the extensible form. In
+shapes, X is the number of frames, F the number of features (mel bands) of a frame, and N the number
+of samples.
 """
 
 import functools
@@ -18,10 +19,10 @@ from brt.errors import DataError
 
 _KINDS = {2: "ADPCM", 3: "floats", 6: "A-law", 7: "mu-law", 0x11: "ADPCM", 0x31: "GSM", 0x55: "MP3"}
 _PCM, _EXTENSIBLE = 1, 0xFFFE
-# The end of the GUID of a format in an extensible WAV header; the format's tag comes before it.
+# An extensible WAV header names the format by a GUID: the tag of the format and then these bytes.
 _SUFFIX = bytes.fromhex("000000001000800000aa00389b71")
 # Programs that write a wav file to a pipe do not know the file's size when they write the header.
-# They write 0 in place of the size, or a number that is not below this one.
+# In place of the size, they write 0, or a number that is at least this one.
 _STREAMED = 0x7FFFF000
 _CONVERT = "convert it, for example with `ffmpeg -i IN.wav -ac 1 -c:a pcm_s16le OUT.wav`"
 LOWEST_HZ = 20.0
@@ -109,11 +110,11 @@ def log_mel(
 ) -> Float[np.ndarray, "X F"]:
     """Returns the natural logarithm of the energy in each mel band of each frame.
 
-    There are X = 1 + (N - window) // shift frames, where the window (the length of a frame) and the
-    shift from frame to frame are numbers of samples; X is 0 if the sound is shorter than a window.
-    A frame is multiplied by a Hann window after pre-emphasis. Bands are triangles, equally spaced
-    from 20 Hz to half the sample rate on the mel scale 2595 log10(1 + f / 700). The `samples` are
-    in [-1, 1], and the `rate` is their number per second.
+    If a frame has `length` samples, and starts `shift` samples after the frame before, there are
+    X = 1 + (N - length) // shift frames; X is 0 if the sound is shorter than a frame. Frames are
+    multiplied by a Hann window after pre-emphasis. Bands are triangles, equally spaced from 20 Hz
+    to half the sample rate on the mel scale 2595 log10(1 + f / 700). The `samples` are in [-1, 1],
+    and the `rate` is their number per second.
     """
     window, shift = (round(rate * ms / 1000) for ms in (WINDOW_MS, SHIFT_MS))
     if shift < 1:

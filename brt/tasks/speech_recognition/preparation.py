@@ -304,7 +304,7 @@ class SpeechPreparation(RowPreparation):
         return sources.recordings(names, self.section)
 
     def content(self, row: Recording) -> str:
-        """Returns the id and the transcript, whose hash decides if an utterance is held out."""
+        """Returns the id and the transcript; their hash decides if the utterance is held out."""
         return f"{row.id}\n{row.transcript}"
 
     def _usable(self, utterance: Utterance) -> Utterance | BadRow:

@@ -241,10 +241,11 @@ def kaldi_files(directory: Path) -> list[Path]:
 
 
 def locations(directory: Path) -> tuple[bool, dict[str, str]]:
-    """Returns True if the directory has a feats.scp, else False; and each utterance's place by id.
+    """Returns a bool, True if the directory has a feats.scp, and a dict of places of utterances.
 
-    If there is a feats.scp, a place is ARCHIVE:POSITION, where POSITION is a byte offset in an
-    archive of features. Otherwise a place is the path of a wav file, which wav.scp lists.
+    The keys of the dict are the ids of the utterances. If there is a feats.scp, a place is
+    ARCHIVE:POSITION, where POSITION is a byte offset in an archive of features. Otherwise a place
+    is the path of a wav file, which wav.scp lists.
     """
     archived = (directory / "feats.scp").exists()
     path = directory / ("feats.scp" if archived else "wav.scp")
@@ -266,7 +267,7 @@ def locations(directory: Path) -> tuple[bool, dict[str, str]]:
 
 
 def table(path: Path) -> dict[str, str]:
-    """Returns the values of a table by key, such as transcripts by the ids of utterances.
+    """Returns a dict with the keys and values of a table, such as {"utterance-1": "a transcript"}.
 
     The first word of each line is the key, and the rest of the line is the value.
     """

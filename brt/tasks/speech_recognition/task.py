@@ -5,10 +5,10 @@ token or a blank for each frame of an utterance, and the loss sums over all alig
 transcript to the frames.
 
 Error rates are computed from the smallest number of edits (Levenshtein distance) that turn the true
-transcripts into those that are decoded from the model's output. Bits are -log2 of the probability
-that the model assigns to the true transcripts. In shapes, B is the number of utterances in a batch,
-X their padded number of frames, and C the number of tokens in the vocabulary, including the blank
-of CTC.
+transcripts into the transcripts that are decoded from the model's output. Bits are -log2 of the
+probability that the model assigns to the true transcripts. In shapes, B is the number of utterances
+in a batch, X their padded number of frames, and C the number of tokens in the vocabulary, including
+the blank of CTC.
 """
 
 import dataclasses
@@ -143,7 +143,9 @@ class TranscriptEvaluator(HeadEvaluator):
     def _transcript(
         self, row: int, log_probs: Float[np.ndarray, "X C"], nats: float
     ) -> dict[str, Any]:
-        """Returns the true transcript (reference), the decoded one and its errors, as JSON."""
+        """Returns the true transcript (reference), the decoded transcript (hypothesis), and the
+        numbers of errors of the decoded transcript, as JSON.
+        """
         log_probs = log_probs[: int(self.store.lengths[row])]
         beams, vocabulary = self.section.beams, self.dataset.tokenizer
         best = ctc.greedy(log_probs)
@@ -216,7 +218,7 @@ class SpeechRecognition(EncoderTask):
     table_metrics = (Metric("token_error_rate", "% of the tokens wrong", ".2f"), BITS_PER_BYTE)
 
     def sizes_are_configured(self, config: Config) -> bool:
-        """The number of features of a frame must be configured, too."""
+        """Also returns False if the number of features of a frame is not configured."""
         return super().sizes_are_configured(config) and config.encoder.features > 0
 
     def resolve(self, config: Config, dataset: SpeechDataset) -> Config:

@@ -113,11 +113,11 @@ def join_recordings(
 ) -> Iterator[Recording]:
     """Yields recordings, each of which joins `count` of the given recordings of one speaker.
 
-    The last joined recording of a speaker may consist of fewer. The given recordings are first
-    shuffled with a fixed seed, because tables often list the same word by the same speaker in
-    consecutive lines. All recordings are used `orders` times, each time in another order, so that a
-    model does not memorise which recordings follow each other. `check` is called with each given
-    recording once its features have been read, and may raise an error.
+    The last joined recording of a speaker may consist of fewer recordings. The given recordings are
+    first shuffled with a fixed seed, because consecutive lines of a table often have recordings of
+    the same word by the same speaker. All recordings are used `orders` times, each time in another
+    order, so that a model does not memorise which recordings follow each other. `check` is called
+    with each given recording after its features have been read, and may raise an error.
     """
     single = list(recordings)
     for order in range(orders):

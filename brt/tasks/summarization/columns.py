@@ -39,7 +39,7 @@ SPEAKER = "speaker"  # This column has the speaker of each utterance of a dialog
 
 
 class Columns(NamedTuple):
-    """Names of the columns of a table that contain pairs.
+    """Names of the columns that contain the pairs of a table.
 
     If `source` or `target` is "", a name in `COMMON` is used. If `id` is "", the column "id" is
     used, unless the table has no such column.
@@ -65,7 +65,7 @@ class Pair(NamedTuple):
 def read(names: Sequence[str], configured: Columns = ANY) -> Iterator[Pair | BadRow]:
     """Yields the pairs of all sources in order, and a BadRow for each row that cannot be used.
 
-    Raises DataError if a source cannot be read, has no row, or lacks the columns.
+    Raises DataError if a source cannot be read, has no row, or lacks a column that is needed.
     """
     sources = (table for name in names for table in tables.tables(name))
     return tables.read(
@@ -76,8 +76,10 @@ def read(names: Sequence[str], configured: Columns = ANY) -> Iterator[Pair | Bad
 def choose_columns(table: str, header: Collection[str], configured: Columns = ANY) -> Columns:
     """Returns the columns that are read from a table: the configured names, or common names.
 
-    A name that is not configured is taken from the first entry of `COMMON` whose columns the table
-    has. Raises DataError if there is no such entry; the message lists the columns of the table.
+    Configured names are kept. Names that are not configured are taken from the first entry of
+    `COMMON` with which the table has a column of documents and another column of summaries. Raises
+    DataError if there is no such entry, or if the table lacks a configured column; the message
+    lists the columns of the table.
     """
     exist = tables.check_columns(table, header, configured._asdict())
     for common_source, common_target in COMMON:

@@ -8,9 +8,9 @@ A store is a directory with these files, which have a row for each pair:
 
     source.bin, target.bin   little-endian unsigned token ids of documents and summaries
     reference.bin            the summaries in UTF-8, as they were read
-    rows.npz                 int64 arrays: the offsets of the rows in these files, and the number of
-                             token ids of each document and summary before it was cut; and the names
-                             of the pairs, as a JSON list in UTF-8
+    rows.npz                 int64 arrays: the offsets of the rows in the .bin files, and the number
+                             of token ids of each document and summary before it was cut; and the
+                             names of the pairs, as a JSON list in UTF-8
     manifest.json            written last: counts, the limits of the lengths, what was cut, hashes
 """
 
@@ -182,7 +182,9 @@ def _write_texts(
 
 
 def _cuts(columns: Mapping[str, Any], name: str) -> dict[str, int]:
-    """Returns counts of the rows and tokens that were cut; `name` is "source" or "target"."""
+    """Returns the numbers of cut rows and of cut tokens, and two numbers from before the cut: all
+    tokens, and the tokens of the longest row. `name` is "source" or "target".
+    """
     uncut = columns[f"{name}_uncut"]
     cut = uncut - np.diff(columns[name])
     return {

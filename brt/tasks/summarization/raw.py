@@ -58,7 +58,7 @@ XSUM_PAGE_ELEMENTS = {
 class Example(NamedTuple):
     """An example of a published dataset, such as a document with its summary."""
 
-    name: str  # The file and, if the file has many examples, the row; for messages.
+    name: str  # file, and row if the file has many examples, for messages
     key: str  # different for every example of a split; TFDS needs such keys
     values: dict[str, Any]  # features by name; each is a string or a list of strings
 
@@ -118,7 +118,7 @@ def json_array(path: Path) -> Iterator[Any]:
 
 
 def pair_example(pair: Pair | BadRow) -> Example | BadRow:
-    """Returns a pair as an example with the row's name as its key; a BadRow stays as it is."""
+    """Converts a pair to an example with the row's name as its key. Returns a BadRow as it is."""
     if isinstance(pair, BadRow):
         return pair
     return Example(
@@ -127,10 +127,11 @@ def pair_example(pair: Pair | BadRow) -> Example | BadRow:
 
 
 def read_cnn_dailymail(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Reads CNN/DailyMail (See et al. 2017), each split in the order of its list of addresses.
+    """Reads CNN/DailyMail (See et al. 2017).
 
-    Each story is a file, whose name is a hash of its web address, and each split is a list of web
-    addresses. The published files are these (the lists may also be in url_lists/):
+    Each story is a file, whose name is a hash of the story's web address. Each split is a list of
+    web addresses, in whose order the stories are read. The published files are these (the lists may
+    also be in url_lists/):
 
         cnn/stories/*.story  dailymail/stories/*.story
         all_train.txt  all_val.txt  all_test.txt
@@ -227,7 +228,7 @@ def read_scientific_papers(directory: Path) -> dict[str, Iterator[Example | BadR
 
 
 def _paper(row: Row) -> Example | BadRow:
-    """Returns the features of scientific_papers 1.1.1 in TFDS."""
+    """Returns an example with the features that scientific_papers 1.1.1 has in TFDS."""
     pair = columns.read_pair(row, PAPER_COLUMNS, 0)
     if isinstance(pair, BadRow):
         return pair
@@ -367,7 +368,7 @@ def write(dataset: RawDataset, splits: Splits, directory: Path, *, errors: str) 
     tallies = {split: Tally(split, "--errors=skip") for split in splits}
     checked = {
         split: (
-            (example.key, example.values)  # TFDS expects such pairs.
+            (example.key, example.values)  # TFDS expects a key and features.
             for example in tallies[split].refuse_or_skip(_checked(dataset, rows), errors)
         )
         for split, rows in splits.items()
@@ -432,7 +433,7 @@ def _build(dataset: RawDataset, splits: Mapping[str, Any], data_dir: str) -> Non
             return splits
 
         def _generate_examples(self) -> None:
-            """Is never called, because the splits are iterators already."""
+            """Is never called, because `_split_generators` returns iterators of examples."""
 
     if not sys.stderr.isatty():
         tfds.disable_progress_bar()

@@ -28,8 +28,8 @@ from brt.tasks.summarization.tokenization import PairTokenizer
 from brt.tasks.writers import WriteOptions, Writer
 from brt.types import PairBatch
 
-# The random keys of a step for dropout and for attention are made from the key of the step by
-# folding in the first and the second of these numbers.
+# These numbers are folded into the random key of a step, so that dropout (0) and attention (1) have
+# different random keys.
 _PURPOSES = 0, 1
 
 
@@ -132,7 +132,7 @@ class Summarizer:
     def summary(
         self, params: PyTree[Array], source: Int[np.ndarray, " X"], *, seed: int = 0
     ) -> str:
-        """Returns the summary of a document, given its token ids with special ids."""
+        """Returns the summary of a document; `source` has its token ids, including special ids."""
         best = self._best(params, source[None], np.ones((1, len(source)), bool), seed)
         return self._tokenizer.decode(best.sequences[0, 0, 1:])
 

@@ -87,7 +87,7 @@ def is_lossless(store: PairStore, tokenizer: PairTokenizer) -> bool:
 
 
 def scored_bytes(store: PairStore, tokenizer: PairTokenizer) -> Int[np.ndarray, " pairs"]:
-    """Returns the number of UTF-8 bytes of each summary, without a part that was cut off."""
+    """Returns the number of UTF-8 bytes of each summary; text that was cut off does not count."""
     sizes = np.array(store.reference.lengths)
     for row in np.flatnonzero(store.target_uncut > store.target.lengths):
         sizes[row] = len(tokenizer.decode(store.target[row]).encode())
@@ -217,9 +217,9 @@ class SummaryEvaluator:
         )
 
 
-# If the cross-attention of a model has parameters with these names, training logs their values. The
-# accumulate-and-fire neurons of the Segmented Recurrent Transformer have such parameters, and so do
-# the mixtures of its recurrence and its local attention (CrossAttention.mix).
+# If the cross-attention of a model has parameters with these names, training logs their values. In
+# a Segmented Recurrent Transformer, the first two belong to the accumulate-and-fire neurons. The
+# other two weight the sum of recurrence and local attention (CrossAttention.mix).
 _LEARNED = ("leak", "threshold", "sigma", "gate")
 
 
@@ -273,7 +273,7 @@ class Summarization(Task):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """The loss is smoothed by Training.label_smoothing; the nats of the `Aux` are not."""
+        """Training.label_smoothing smooths the loss, but not the nats in the returned `Aux`."""
         batch = inputs.batch
         hidden, out, metrics = predict(config, params, batch, inputs.key)
         total, nats = cross_entropy(
@@ -303,8 +303,8 @@ class Summarization(Task):
     def probe(self, config: Config) -> ProbeFunction:
         """Returns a function that reads the learned scalars of cross-attention from the parameters.
 
-        For models without such scalars (`_LEARNED`), the function returns no metrics. The values of
-        a layer's parameter are averaged.
+        `_LEARNED` has the names of these parameters. The function returns the average value of each
+        of them in each layer, or no metrics if the model has no such parameters.
         """
 
         def learned_scalars(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:

@@ -116,8 +116,8 @@ def _json(path: Path, content: bytes) -> dict[str, Any]:
 def _template(path: Path, tokenizer: Any) -> tuple[tuple[int, ...], int | None]:
     """Returns the ids that a tokenizer.json puts before a text, and the id that ends a text.
 
-    The second result is None if there is no such id. If the tokenizer puts no ids around a text,
-    the second result is the id of "</s>".
+    If the tokenizer puts no ids around a text, the second result is the id of "</s>". It is None if
+    this token does not exist, or if the tokenizer puts ids before a text only.
     """
     wrapped = tokenizer.encode("a").ids
     bare = tokenizer.encode("a", add_special_tokens=False).ids

@@ -54,7 +54,7 @@ class Example(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Names of the columns of a table that are read."""
+    """Names of the columns that are read from a table."""
 
     texts: tuple[str, ...]  # columns of one or two sentences
     label: str  # column of the label or number
@@ -306,7 +306,7 @@ class SentencePreparation(TextPreparation):
 
 
 class NumberPreparation(SentencePreparation):
-    """Prepares and opens sentences with real numbers instead of classes."""
+    """Prepares and opens sentences whose labels are real numbers instead of classes."""
 
     kind, numbers = "Sentences with numbers", True
 

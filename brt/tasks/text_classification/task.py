@@ -105,10 +105,10 @@ class Classifier(SentenceEvaluator):
     """Evaluates classification; the predictions are log probabilities of the labels.
 
     Accuracy, F1 and Matthews correlation are computed from the most likely label of each row.
-    Accuracy and F1 are percentages; the F1 score is that of the second of two labels. Bits
-    are -log2 p of the true labels without smoothing, averaged over rows. Rows that were left out
-    when the data were prepared do not count. Rows that were cut to Data.max_length tokens do count,
-    although the model reads only a part of them.
+    Accuracy and F1 are percentages. If there are two labels, F1 is the F1 score of the second
+    label; otherwise there is no F1. Bits are -log2 p of the true labels without smoothing, averaged
+    over rows. Rows that were left out when the data were prepared do not count. Rows that were cut
+    to Data.max_length tokens do count, although the model reads only a part of them.
     """
 
     bits, score_name, compared_metric = "bits_per_label", "accuracy", ("accuracy", "{:.2f} % right")
@@ -256,7 +256,7 @@ class TextClassification(EncoderTask):
     evaluator_class: ClassVar[type[SentenceEvaluator]] = Classifier
 
     def sizes_are_configured(self, config: Config) -> bool:
-        """The size of the model's output is the number of labels, which depends on the data."""
+        """Returns False, because the model has one output per label of the data."""
         return False
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
@@ -280,7 +280,7 @@ class TextClassification(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """The loss is smoothed by Training.label_smoothing; the nats of the `Aux` are not."""
+        """Training.label_smoothing smooths the loss, but not the nats in the returned `Aux`."""
         batch = inputs.batch
         logits = self.predict(config, params, batch, inputs.key)
         nats = jnp.sum(self.evaluator_class.nats(logits, batch))

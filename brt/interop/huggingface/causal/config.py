@@ -199,8 +199,8 @@ def end_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
 
 
 def same_activation(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the entry for the activation in `theirs`, the original config.json; {} if `ours`, the
-    exported one, has another activation.
+    """Returns the entry of the original config.json, `theirs`, that names the activation. Returns
+    {} if the exported config.json, `ours`, has another activation.
     """
     names = "hidden_act", "hidden_activation", "activation_function"
     return {
@@ -277,9 +277,8 @@ def _with_whole_blocks(model: Model, choice: WindowChoice) -> Model:
 
 
 def family_of(model: Model, preferred: str | None = None) -> str | None:
-    """Returns the model_type of transformers, such as "llama", whose models have the same layers as
-    a model of brt with these settings; None if there is no such type. If there are several such
-    types, and `preferred` is one of them, `preferred` is returned.
+    """Returns a model_type of transformers, such as "llama", whose models have the same layers as
+    brt's model. Returns `preferred` if it is such a type, and None if there is no such type.
 
     Models of this type may lack the window or the sinks of brt's model (see `is_same_function`).
     """
@@ -339,8 +338,8 @@ def _is_cut(model: Model) -> bool:
 
 
 def _own_windows(model: Model) -> set[int]:
-    # Returns the lengths of the windows of those layers that were trained with a window, if other
-    # layers were trained without one.
+    # If only some layers were trained with a window, returns the lengths of the windows of these
+    # layers. Otherwise, returns an empty set.
     return {model.windows[i] for i in range(model.layers) if model.has_own_window(i)}
 
 

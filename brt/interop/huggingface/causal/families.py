@@ -75,8 +75,8 @@ class Family(NamedTuple):
     joined_experts: bool = False
 
     def all_fields(self) -> dict[str, str]:
-        """Returns a table from settings of brt to their keys in config.json. It has those settings
-        that a single key determines.
+        """Returns a table that maps settings of brt to their keys in config.json. The table has
+        those settings that a single key determines.
         """
         return {ours: key for ours, key in {**FIELDS, **self.fields}.items() if key}
 
@@ -146,8 +146,8 @@ _EXPERTS = {
     "MLP.bias": "",
 }  # fmt: skip
 _QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-# The keys are values of model_type. A model that was not converted from a family is exported as one
-# of the first family that has all settings of the model.
+# The keys are values of model_type. A model that was not converted from a family is exported as a
+# model of the first family in this table that can have all its settings.
 FAMILIES: dict[str, Family] = {
     "mistral": Family(
         "MistralForCausalLM",

@@ -33,8 +33,8 @@ _STRUCTURE = {
     "peft_type": str, "r": int, "lora_alpha": int | float, "use_rslora?": bool | None,
     "base_model_name_or_path?": str | None, "init_lora_weights?": bool | str | None,
 }  # fmt: skip
-# Keys that brt reads, keys without an effect, and keys whose effect is visible in the names and
-# shapes of the arrays.
+# These keys of adapter_config.json are not refused: brt reads them, they have no effect, or their
+# effect is visible in the names and shapes of the arrays.
 _SILENT = {
     *(name.removesuffix("?") for name in _STRUCTURE), "auto_mapping", "bias", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core",
@@ -133,8 +133,8 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
 def _known_ends(
     ids: tuple[int, ...], known: int, directory: Path
 ) -> tuple[tuple[int, ...], list[str]]:
-    # Returns those of the end `ids` that the tokenizer has, that is, those below `known`, and a
-    # note on the other ids.
+    # `ids` are the ids that end a text. Returns those that the tokenizer has, that is, the ids
+    # below `known`, and a note on the others.
     ends = tuple(i for i in ids if i < known)
     others = ", ".join(str(i) for i in ids if i >= known)
     if others and not ends:

@@ -42,8 +42,9 @@ class _Context(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    divisors: tuple[float, ...] = ()  # of the angles: none, one for all pairs, or one for each pair
-    factor: float = 1.0  # by which rotated channels are multiplied
+    # The divisors of the angles: none, one for all pairs of channels, or one for each pair.
+    divisors: tuple[float, ...] = ()
+    factor: float = 1.0  # Rotated channels are multiplied by this number.
 
 
 def _angles(c: _Context) -> np.ndarray:

@@ -22,8 +22,8 @@ from brt.interop.huggingface.weights import Arrays, Place, kernels, shapes
 from brt.layers.runs import runs
 from brt.models.decoder import Decoder, new_state
 
-# Llama's names of the modules in a layer, by brt's names of parameters. The array of a parameter
-# `x_bias` is the bias of the module of `x`. "*" stands for the index of an expert.
+# Maps brt's names of the parameters of a layer to Llama's names of modules. The array of the
+# parameter `x_bias` is the bias of the module of `x`. "*" stands for the index of an expert.
 _LAYER = {
     "norm": "input_layernorm", "queries": "self_attn.q_proj", "keys": "self_attn.k_proj",
     "values": "self_attn.v_proj", "output": "self_attn.o_proj",
@@ -80,8 +80,8 @@ def _place(ours: str, leaf: jax.ShapeDtypeStruct, model: Model) -> Place:
         return Place(leaf, names, leaf.shape[:1:-1], matrix=axes == 3)
     if "norm" in part or part.endswith("_bias"):
         return Place(leaf, names, (math.prod(leaf.shape[1:]),))
-    # Besides the axis of layers, a kernel with an axis for heads has more than two axes, and the
-    # kernel of attention's output has four.
+    # `axes` does not count the axis of layers. A kernel with an axis for heads has more than two
+    # axes, and the kernel of attention's output has four, three of which are axes of its inputs.
     if axes > 2 or part in _MATRICES:
         return kernels(leaf, names, 3 if axes == 4 else 1, stacked=True)
     return Place(leaf, names, leaf.shape[1:])
@@ -113,8 +113,8 @@ def export_arrays(params: Mapping[str, Any], model: Model) -> Iterator[tuple[str
 def plain_names(arrays: Arrays, family: Family) -> dict[str, np.ndarray]:
     """Returns the arrays of a checkpoint by the names that transformers gives them.
 
-    In the checkpoint of a model without a head, names lack the prefix "model.". In that of a model
-    that was saved inside of a wrapper, names have a longer prefix, such as "_orig_mod.model." after
+    In the checkpoint of a model without a head, names lack the prefix "model.". If a model was
+    saved inside of a wrapper, names have a longer prefix, such as "_orig_mod.model." after
     torch.compile. Raises CheckpointError if the checkpoint has adapters that were not added to
     their matrices.
     """

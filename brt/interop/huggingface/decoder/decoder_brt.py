@@ -246,9 +246,9 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, input_ids, state=None, last=0):
-        """Returns the Output for ids [B, T]. The ids continue the texts after which the State was
-        `state`; without a state, they begin texts. If `last` is n, logits are computed only for the
-        last n ids; 0 stands for all ids."""
+        """Returns the Output for ids [B, T]. `state` is the State that an earlier call returned,
+        and the ids continue the texts of that call. If `state` is None, the ids begin new texts. If
+        `last` is n, logits are computed only for the last n ids; 0 stands for all ids."""
         vectors, state = self.read(input_ids, state)
         return Output(self.logits(vectors[-1][:, -last:]), state)
 
@@ -260,8 +260,9 @@ class Decoder(nn.Module):
     def read(self, input_ids, state=None, padding=None, all_layers=False):
         """Returns a list of vectors [B, T, D] for ids [B, T], and the State after them. The last
         entry of the list has the vectors after the last norm. With `all_layers`, the embeddings and
-        the outputs of all layers but the last come before this entry; otherwise it is the only one.
-        If the texts begin here, `padding` [B] is the number of ids of padding before each text."""
+        the outputs of all layers but the last come before this entry; without it, the list has only
+        this entry. If the texts begin here, `padding` [B] is the number of ids of padding before
+        each text."""
         if input_ids.shape[1] == 0:
             raise ValueError("input_ids holds no token; a text begins with config.bos_token_id")
         if state is None:
@@ -270,7 +271,8 @@ class Decoder(nn.Module):
             state = State(layers, none if padding is None else none - padding)
         pieces = []
         while input_ids.shape[1]:
-            # Pieces save memory. With state vectors, no piece crosses the end of a text's block.
+            # Reading in pieces saves memory. State vectors are updated at the end of a block, so in
+            # a model with state vectors, no piece crosses the end of a text's block.
             left = self.config.block - state.position % self.config.block
             count = int(left.min() if "recurrent" in self.config.kinds else left.max())
             piece, input_ids = input_ids[:, :count], input_ids[:, count:]
@@ -345,7 +347,7 @@ def restrict(logits, temperature=1.0, top_k=0, top_p=1.0):
 
 
 def select(state, texts):
-    """Returns the State, or a part of it, of the texts with the indices `texts` [B]."""
+    """Returns `state`, a State or a part of one, for only the texts of the indices `texts` [B]."""
     if state is None or isinstance(state, torch.Tensor):
         return None if state is None else state.index_select(0, texts.to(state.device))
     parts = [select(part, texts) for part in state]

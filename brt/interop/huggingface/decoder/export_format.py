@@ -2,7 +2,7 @@
 comparison of that model with the original: arrays, logits of several segments, a generated text.
 
 modeling_brt.py is the PyTorch code that is exported together with the model. In shapes of logits, B
-is the number of texts, T the number of tokens of a segment, and V that of the vocabulary.
+is the number of texts, T the number of tokens of a segment, and V the size of the vocabulary.
 """
 
 import dataclasses
@@ -204,11 +204,12 @@ def _layer(run: Run, params: PyTree[Array]) -> dict[str, Array]:
 
 
 def _linear(arrays: Mapping[str, Array], names: Mapping[str, str]) -> dict[str, Array]:
-    # Linear maps get the names in `names`, and the layout [out, in].
+    # Linear maps get the names in `names`, and the layout [out, in]. `step_bias` keeps its name: it
+    # is not the bias of the linear map `a_proj`, because the exported code adds it in float32.
     renamed = {}
     for name, array in arrays.items():
         kernel = name.removesuffix("_bias")
-        if kernel not in names or name == "step_bias":  # `step_bias` is added in float32.
+        if kernel not in names or name == "step_bias":
             renamed[name] = array
         elif kernel != name:
             renamed[f"{names[kernel]}.bias"] = array.reshape(-1)
@@ -275,8 +276,8 @@ def segment_logits(
     params: PyTree[Array], model: Model, segments: list[Int[np.ndarray, "B T"]]
 ) -> Float[np.ndarray, "B _ V"]:
     """Returns the float32 logits of several segments of a text. brt's model reads the segments one
-    after another, and carries its state from each to the next. The logits are concatenated along
-    the axis of tokens.
+    after another, and carries its state from one segment to the next. The logits are concatenated
+    along the axis of tokens.
     """
     model = dataclasses.replace(model, dtype="float32", remat=False)
 

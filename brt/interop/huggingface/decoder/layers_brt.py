@@ -36,8 +36,9 @@ class DeltaState(NamedTuple):
 
 class LayerState(NamedTuple):
     """The state of a layer: keys and values [B, X, G, K] of the last tokens; the recurrent state
-    vectors [B, S, D], and their keys and values (`memory`); the sinks, which are zeros until they
-    are read; and the state of a `DeltaMemory`. Fields that the layer does not need are None."""
+    vectors [B, S, D], and their keys and values (`memory`); the sinks, which are zeros until the
+    first tokens are read; and the state of a `DeltaMemory`. Fields that a layer does not need are
+    None."""
 
     keys: torch.Tensor | None
     values: torch.Tensor | None
@@ -64,7 +65,7 @@ def register_norm(module, config, name, *shape):
 
 
 def model_norm(module, config, name, x):
-    """Returns x after the norm that `register_norm` registered in the module by this name."""
+    """Returns x after the norm that `register_norm` registered in the module as `name`."""
     scale, offset = getattr(module, name), float(config.norm_offset)
     if scale.dim() == 2:  # A norm of all heads together.
         flat = model_norm_of(module, config, name, x.flatten(-2), scale.flatten(), offset)
@@ -132,8 +133,8 @@ def part(queries, keys, values, seen, bias=0.0, cap=0.0):
 
 def read(parts, sink=None):
     """Returns the attention output [B, T, H, K] of one softmax over the keys of all `Part`s in the
-    list `parts`. If `sink` [H] is given, the softmax includes one more key, which has the logit
-    `sink` of the head and no value. The output is 0 for tokens that see no key."""
+    list `parts`. If `sink` [H] is given, the softmax of head h includes one more key, whose logit
+    is sink[h] and whose value is 0. The output is 0 for tokens that see no key."""
     seen = torch.cat([p.seen for p in parts], dim=-1)
     values = torch.cat([p.values for p in parts], dim=1)
     logits = torch.cat([p.logits for p in parts], dim=-1).masked_fill(~seen[:, None], -1e6)

@@ -94,8 +94,8 @@ if PreTrainedModel is not None:
 
     class BrtForCausalLM(PreTrainedModel, GenerationMixin):
         """The model for transformers' `from_pretrained`, pipelines, Trainer and PEFT. It generates
-        in constant memory. A text without config.bos_token_id at its beginning is read as if it had
-        it."""
+        in constant memory. A text that does not begin with config.bos_token_id is read as if it
+        did."""
 
         config_class, base_model_prefix, _no_split_modules = BrtConfig, "decoder", ["Layer"]
         _tied_weights_keys = {"decoder.lm_head.weight": "decoder.embed_tokens.weight"}  # noqa: RUF012
@@ -123,10 +123,10 @@ if PreTrainedModel is not None:
             self, input_ids=None, state=None, attention_mask=None, labels=None, logits_to_keep=0,
             output_hidden_states=None, return_dict=None, **options,
         ):  # fmt: skip
-            """Returns a BrtOutput for ids [B, T]. The ids continue the texts after which the State
-            was `state`; without a state, they begin texts. `attention_mask` is 0 for padding, which
-            may precede or follow the texts. If padding follows a text, the returned state is wrong
-            for this text."""
+            """Returns a BrtOutput for ids [B, T]. `state` is the State that an earlier call
+            returned, and the ids continue the texts of that call. If `state` is None, the ids begin
+            new texts. `attention_mask` is 0 for padding, which may precede or follow the texts. If
+            padding follows a text, the returned state is wrong for this text."""
             for name in ("inputs_embeds", "position_ids", "output_attentions"):
                 if (value := options.pop(name, None)) is not None and value is not False:
                     raise ValueError(f"{name} is not supported; remove it")
@@ -186,5 +186,5 @@ if PreTrainedModel is not None:
             return select(state, beam_idx)
 
         def stream(self, input_ids, **options):
-            """Yields what `Decoder.stream` yields for ids that begin with config.bos_token_id."""
+            """Yields what `Decoder.stream` yields; the ids must begin with config.bos_token_id."""
             return self.decoder.stream(input_ids, **options)

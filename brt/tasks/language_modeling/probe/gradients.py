@@ -127,11 +127,11 @@ def _backward(
 def _state_reach(
     config: Config, variables: Variables, carried: StackState, batch: Batch
 ) -> tuple[dict[int, Float[Array, " N"]], dict[int, Float[Array, ""]]]:
-    """Returns gradient norms at the recurrent states before the segment, by layer.
+    """Returns two dicts of gradient norms at the recurrent states before the segment, by layer.
 
     The first dict has the norm of the gradient of each block's nats in the first row. For the
     second dict, a random cotangent of norm 1 at the layer's state after the segment is pulled back
-    through the segment. The dict has the norm of the result.
+    through the segment to the states before it. The dict has the norm of the result.
     """
     before = layer_states(config.model, carried)
     if not before:

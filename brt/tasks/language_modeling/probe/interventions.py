@@ -49,14 +49,15 @@ class InterventionResult:
     """Scores of every block that was read. Arrays are [B, M]: M consecutive blocks of B rows."""
 
     segment_blocks: int  # number of blocks in a segment
-    # Index of the block's document; -1 for padding, and for the `donor` that only lends memory.
+    # Index of the block's document; -1 for padding, and for a document of the `donor` (see
+    # `evaluate_interventions`), which is read only to exchange memories with it.
     document: np.ndarray
     position: np.ndarray  # number of tokens of the document before the block
     tokens: np.ndarray  # number of scored tokens in the block
     bytes: np.ndarray  # number of bytes of the scored tokens
     # True if the block counts for the "shuffled" intervention: the memory was taken from another
-    # row, or the segment begins a document and thus needs no memory. Otherwise False, because there
-    # was no other row to take the memory from.
+    # row, or the segment begins a document and thus needs no memory. False if there was no other
+    # row to take the memory from.
     foreign: np.ndarray
     nats: dict[Intervention | None, np.ndarray]  # the key None stands for the unchanged model
     # Metrics of each layer's recurrent state, averaged over rows and segments.
@@ -245,7 +246,8 @@ def _select(lanes: Array, a: StackState, b: StackState) -> StackState:
 def _other_lanes(active: np.ndarray) -> np.ndarray:
     """Returns, for each row, the index of the row whose memory it gets when memory is shuffled.
 
-    An active row gets the memory of the next active row. Other rows keep their own memory.
+    `active` is as in `_Streams.read`. An active row gets the memory of the next active row. Other
+    rows keep their own memory.
     """
     source, lanes = np.arange(len(active)), np.flatnonzero(active)
     source[lanes] = np.roll(lanes, -1)

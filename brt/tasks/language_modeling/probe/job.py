@@ -203,7 +203,7 @@ def _finite(value: float) -> float | None:
 
 
 def text(report: dict[str, Any]) -> str:
-    """Returns the result of `job.probe_report` as tables and sentences for people."""
+    """Returns the result of `probe_report` as tables and sentences for people."""
     p = report["protocol"]
     lines = [
         f"{report['workdir']}, step {report['step']}, {p['split']}: {p['tokens']:,} tokens of "
@@ -285,7 +285,7 @@ _COLORS = {"normal": "#4c78a8", "state": "#e4572e", "cache": "#2a9d62", "memory"
 
 
 def draw(report: dict[str, Any]) -> dict[str, bytes]:
-    """Returns plots of the result of `job.probe_report`, as PNG files by name."""
+    """Returns plots of the result of `probe_report`: the contents of PNG files by name."""
     figures = {"probe_positions.png": _plot_positions(report["positions"])}
     if report["memory"]:
         figures["probe_memory.png"] = _plot_memory(report["memory"])

@@ -4,8 +4,8 @@ The memory horizon is the number of tokens after which half of a perturbation re
 measured, because a gate that depends on its input has no fixed half-life. One row reads a text
 unchanged, and for each layer with a recurrent state another row reads the same text with a
 slightly perturbed state of the layer. After each block, the difference between the states of the
-two rows is compared with the initial difference. The method works for every kind of gate, and
-includes everything that preserves information, such as self-attention of the states.
+two rows is compared with the initial difference. The method works for every kind of gate, and takes
+into account everything that preserves information, such as self-attention of the states.
 
 In shapes, B is the number of rows of the batch, S the number of state vectors, and D their width.
 """
@@ -108,7 +108,7 @@ def with_states(
 
 
 def _state_leaves(run: Run, state: LayerState) -> tuple[list[Array], PyTreeDef]:
-    """Returns the arrays of layers' state that are in the part "state", and their structure."""
+    """Returns the arrays of a run's state that are in the part "state", and their structure."""
     names = kinds.fields_of(run.layer_kind, "state", state)
     return jax.tree.flatten({name: getattr(state, name) for name in names})
 
@@ -118,7 +118,7 @@ def _is_float(leaf: Array) -> bool:
 
 
 def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Array, " D"]]:
-    """Returns the decay per block of each channel, by the index of each layer with fixed gates.
+    """Returns the decay of each channel per block, for each layer with fixed gates, by index.
 
     In each block, a channel keeps the share g = sigmoid(bias) of its value, or g = g1 g2 if it
     passes two gates (the dual layout). The decay is -log g.
@@ -146,10 +146,10 @@ def state_probe(
 ) -> Callable[[PyTree[Array], StackState | DistillationCarry], dict[str, Any]]:
     """Returns a function that computes metrics of the states from the parameters and the carry.
 
-    Training logs these metrics, which the function returns by tag, as means over a few rows of the
-    batch. If no layer has a recurrent state, there are no metrics. The half-life of a gate is the
-    median over channels, and is computed for fixed gates only, because other gates depend on the
-    text.
+    The function returns the metrics by tag, as means over a few rows of the batch, and training
+    logs them. If no layer has a recurrent state, there are no metrics. The half-life of a gate is
+    the median over channels, and is computed for fixed gates only, because other gates depend on
+    the text.
     """
     model = config.model
     if "state" not in parts(model):
@@ -176,9 +176,9 @@ _SIZE = 0.01  # The perturbation has this size, relative to the root mean square
 def retention(config: Config, variables: Variables, store: TokenStore) -> dict[int, list[float]]:
     """Returns the share of a perturbation that remains after 1, 2 ... blocks, by layer.
 
-    States are perturbed after Training.segment_length tokens of the longest document in `store`. A
-    list has BLOCKS entries, or fewer if fewer blocks follow. The list of a layer whose state is
-    zero is empty.
+    States are perturbed after Training.segment_length tokens of the longest document in `store`.
+    The list of a layer has BLOCKS entries, or fewer if fewer blocks follow in the document. It is
+    empty if the layer's state is zero.
     """
     model = config.model
     batches = evaluation_batches(
@@ -226,9 +226,10 @@ def half_life_blocks(remaining: list[float]) -> float | None:
 
 
 def _perturb(model: Model, carried: StackState) -> StackState:
-    """Adds noise to the recurrent states: in row 1 + i, only to that of layer i.
+    """Adds noise to the recurrent states, in each row but row 0 to the state of one layer.
 
-    The index i counts from 0, and counts only layers that have a recurrent state.
+    Row 1 has the noise in the first layer that has a recurrent state, row 2 in the second, and so
+    on.
     """
     states = layer_states(model, carried)
     for lane, layer in enumerate(sorted(states), start=1):
@@ -245,7 +246,8 @@ def _perturb(model: Model, carried: StackState) -> StackState:
 def _distances(model: Model, carried: StackState) -> dict[int, float]:
     """Returns the distance between the perturbed and the unchanged state of each layer.
 
-    The unchanged states are in lane 0, and each layer has its own lane with its perturbed state.
+    Row 0 of the batch has the unchanged states, and rows 1, 2, ... each have the perturbed state of
+    one layer (see `_perturb`).
     """
     import optax  # This import takes long.
 
