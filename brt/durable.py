@@ -131,8 +131,9 @@ def replacing(path: Path, *, below: Path | None = None, synced: bool = True) -> 
     If the block fails, the new file is deleted. The permissions of an existing file are kept.
     If `synced` is True, the context ends when the content and the name of the file are on the disk.
 
-    Here and in the functions below, no part of `path` below the directory `below` may be a symbolic
-    link; OSError with ELOOP is raised for links. `below` = None stands for the directory of `path`.
+    In this module, an argument `below` is a directory that contains `path`; None stands for the
+    directory of `path`. In `path`, only `below` and its parents may be symbolic links; OSError with
+    ELOOP is raised for other links.
     """
     with directory(path.parent, below=below) as place:
         mode = 0o666
@@ -206,7 +207,7 @@ def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: in
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if status and not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        # A text may contain a file name that is not UTF-8. Such bytes are written as escapes.
+        # Texts may contain file names that are not UTF-8, whose bytes are written as escapes.
         encoding, errors = (None, None) if "b" in mode else ("utf-8", "backslashreplace")
         return open(path, mode, buffering, encoding, errors, opener=opener)
 

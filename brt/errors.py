@@ -61,13 +61,13 @@ class NonFiniteError(BrtError):
 
 
 class Preempted(BrtError):
-    """An error which says that SIGTERM or Ctrl-C ended the run; the same command continues it."""
+    """An error which says that SIGTERM or Ctrl-C ended the run. The same command continues it."""
 
     exit_code = 75
 
 
 class PeerError(Preempted):
-    """An error which says that another process of a run ended; the same command continues it."""
+    """An error which says that another process of the run ended. The same command continues it."""
 
 
 @contextlib.contextmanager

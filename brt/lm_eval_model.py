@@ -62,7 +62,7 @@ class BrtLM(TemplateLM):
         if not self.model.continues:
             raise ConfigError(f"{self.model} does not continue texts; name a language model")
         self._bos, self.batch_size = add_bos_token, int(batch_size)
-        self._tokenizer: Any = self.model.tokenizer  # of a language model
+        self._tokenizer: Any = self.model.tokenizer  # Language models always have one.
 
     @property
     def prefix_token_id(self) -> int:

@@ -272,6 +272,8 @@ def test_linear_recurrences_take_turns_with_a_window(tmp_path: Path) -> None:
     assert all(row["milliseconds"] > 0 for row in rows)
 
 
+# Python 3.13 warns of a type that jaxlib makes, and jaxlib ends the process if that is an error.
+@pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
 def test_the_kernels_of_a_profile_stand_beside_their_bounds(tool: Callable, tmp_path: Path) -> None:
     session = tool("gpu_session")
     x = jnp.ones((256, 256))

@@ -240,8 +240,8 @@ class Model:
     end_ids: tuple[int, ...] = derived(())
     # How positions are encoded: T5's relative bias, rotary embeddings, ALiBi, not at all, or by
     # learned vectors that are added to token embeddings ('learned', as in GPT-2). There are
-    # Rotary.context learned vectors. A block takes the first of them, so blocks must not see each
-    # other's tokens: set Window.cache = False.
+    # Rotary.context learned vectors. Learned positions count from the start of each block, so
+    # blocks must not see each other's tokens: set Window.cache = False.
     positions: Literal["t5", "rotary", "alibi", "learned", "none"] = inherited("t5")
     relative_buckets: int = inherited(32)  # Number of buckets of T5's relative position bias.
     # Distance in tokens from which all keys share the last bucket of T5's bias.

@@ -137,10 +137,9 @@ class Optimizer:
     warmup_steps: int = free(1000)  # The learning rate rises to its peak in this number of steps.
     # Learning rate at the last step of the schedules 'cosine' and 'linear'.
     final_learning_rate: float = free(0.0)
-    # Decay of the first moments of AdamW, and of the parameters that Muon leaves to Adam.
+    # Decay factor per step of the first moments, for AdamW and for what Muon leaves to Adam.
     b1: float = fixed(0.9)
-    # The second moments of AdamW, and of the parameters that Muon leaves to Adam, decay by this
-    # factor per step.
+    # Decay factor per step of the second moments, for AdamW and for what Muon leaves to Adam.
     b2: float = fixed(0.98)
     # Muon makes an update orthogonal in this number of iterations.
     orthogonal_steps: int = fixed(3)

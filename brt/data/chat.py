@@ -65,8 +65,8 @@ def encode(
 def answers(tokenizer: "Tokenizer", messages: Any) -> list[tuple[str | int, bool]]:
     """Returns the parts of a conversation up to its last answer.
 
-    A part is a text or the id of a special token. Each part comes with True if the assistant says
-    it, and with False otherwise. An answer includes the special token that ends the answer, but no
+    A part is a text or the id of a special token. The bool beside a part is True if the assistant
+    says the part. An answer includes the special token that ends the answer, but no
     white space after this token. Raises DataError as `render` does, and also if the template writes
     an answer in another way when further messages follow.
     """

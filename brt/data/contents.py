@@ -169,10 +169,10 @@ def read_json(
     """Yields the records of a file; empty lines are skipped.
 
     With `errors` = "replace", bytes that are not UTF-8, and surrogates without a partner, are read
-    as U+FFFD. With "strict", bytes that are not UTF-8 are a problem of the record, but surrogates
-    stay in the value; `plain_text.problem` detects them. A .json file without JSON lines is parsed
-    as a whole, and raises BadRecord if it is not JSON. DataError is raised if a line, or a file
-    that is parsed as a whole, has more than `max_bytes`.
+    as U+FFFD. With "strict", a record with bytes that are not UTF-8 has a `problem` and no value,
+    but surrogates stay in the value; `plain_text.problem` detects them. A .json file without JSON
+    lines is parsed as a whole, and raises BadRecord if it is not JSON. DataError is raised if a
+    line, or a file that is parsed as a whole, has more than `max_bytes`.
     """
     numbered = _numbered(file, max_bytes)
     if formats.kind(file.path.name) == "json" and (first := next(numbered, None)):

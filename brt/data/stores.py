@@ -46,7 +46,7 @@ class OnDisk:
     """
 
     def __init__(self, path: Path, dtype: np.dtype, size: int, offsets: np.ndarray | None = None):
-        """If the values are rows that are read one at a time, `offsets` is that of `Ragged`."""
+        """If the values are rows that are read one at a time, `offsets` is `Ragged.offsets`."""
         self.dtype, self.size = np.dtype(dtype), size
         self._path, width = path, self.dtype.itemsize
         bounds = None if offsets is None else offsets * width

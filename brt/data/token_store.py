@@ -200,7 +200,7 @@ class Row(NamedTuple):
     """The counts of a document; except `tokens`, they count only the text that is scored."""
 
     tokens: int
-    bytes: int  # in UTF-8
+    bytes: int  # number of bytes of the text in UTF-8
     characters: int  # Unicode code points
     words: int  # separated by whitespace
     lost: int  # bytes that the tokens do not reproduce

@@ -127,7 +127,9 @@ PATIENCE_SECONDS = 1800
 _LEAVING_SECONDS = 10
 _POLL_MILLISECONDS = 500
 _APPEARING_SECONDS = 10.0
-_AT_ONCE_SECONDS = 2  # JAX notices within this many seconds that the environment lacks values.
+# If the flags leave out values that the environment does not provide either, JAX raises an error
+# within this many seconds.
+_AT_ONCE_SECONDS = 2
 # If another process does not answer, the errors of collective operations and of the key-value
 # service contain one of these words.
 _LOST = re.compile(r"gloo|connection|socket|unavailable|deadline|heartbeat|peer|aborted", re.I)

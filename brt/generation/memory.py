@@ -92,7 +92,7 @@ def unprepared(memory: Memory) -> Memory:
 def map_lanes(function: Callable[..., Array], memory: Memory, *others: Memory) -> Memory:
     """Calls `function(*arrays, axis=axis)` for each array of `memory` together with the same array
     of each of the `others`, and returns the results as a memory. `axis` is the axis of lanes: 1 in
-    `Memory.block`, where axis 0 is that of layers, and 0 elsewhere.
+    `Memory.block`, where axis 0 is the axis of layers, and 0 elsewhere.
     """
     rest = (memory._replace(block=()) for memory in (memory, *others))
     blocks = (memory.block for memory in (memory, *others))

@@ -66,7 +66,7 @@ def constrain(
     decoding: Decoding,
     ids: SpecialTokens,
 ) -> Float[Array, "B N V"]:
-    """Returns log probabilities in which banned tokens are -inf; the others are not renormalised.
+    """Returns log probabilities that are -inf for banned tokens, without normalising them again.
 
     Banned and forced tokens are those of Hugging Face's `generate`. If a token is forced, its log
     probability is 0 and the log probability of every other token is -inf, even if the forced token
@@ -385,8 +385,8 @@ def _is_final(
     if decoding.early_stopping == "yes":
         return full | none_running
     # The finished hypotheses are compared with the best score that a running hypothesis may reach.
-    # This score is computed for the maximum length if early_stopping is "never" and the exponent
-    # of the penalty is positive, and otherwise for the present length.
+    # This score is computed for the present length. If early_stopping is "never" and the exponent
+    # of the penalty is positive, however, it is computed for the maximum length.
     latest = decoding.early_stopping == "never" and decoding.length_penalty > 0
     length = jnp.array(decoding.max_length - 1) if latest else written
     best = best_running / jnp.asarray(penalties)[length]

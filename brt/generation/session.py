@@ -94,7 +94,7 @@ def _advance_beams(
 
 
 def _chosen(lanes: Bool[Array, " B"], new: Array, old: Array, axis: int) -> Array:
-    """Returns an array that is `new` where `lanes` is True, else `old`; `axis` is that of lanes."""
+    """Returns an array that is `new` where `lanes` is True, else `old`. Lanes are on `axis`."""
     return jnp.where(lanes.reshape(-1, *(1,) * (new.ndim - axis - 1)), new, old)
 
 

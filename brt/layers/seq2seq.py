@@ -412,7 +412,7 @@ class Decoder(Ends):
 
 
 def _second(caches: PyTree[Array]) -> PyTree[Array]:
-    # Moves the axis of layers from 0 to 1, except in arrays whose only axis is that of layers.
+    # Moves the axis of layers from 0 to 1, except in arrays that have only this axis.
     return jax.tree.map(lambda x: x.swapaxes(0, 1) if x.ndim > 1 else x, caches)
 
 

@@ -162,8 +162,8 @@ class OpenBlock(NamedTuple):
     # these are the keys and values [B, S, H, K] of the states.
     memory: Any = None
     sinks: Sinks | None = None
-    # The same keys and values in the form in which attention reads them, while several tokens are
-    # read in one program (`Decoder.prepare_block`).
+    # The fields `keys` and `values` in the form in which attention reads them. It exists while one
+    # program reads several tokens (`Decoder.prepare_block`), and is None at other times.
     ready: ReadyRing | None = None
 
 

@@ -292,7 +292,9 @@ _RATES, _STEPS = (1.0, 16.0), (1e-3, 0.1)
 
 
 class DeltaState(NamedTuple):
-    """The float32 matrix of every head, and the last L = `CONVOLVED` - 1 convolution inputs."""
+    """The float32 matrix of every head, and the inputs of the convolution for the last L =
+    `CONVOLVED` - 1 tokens. An input is a head's query, key and value, R = 2 K + V channels.
+    """
 
     matrices: Float[Array, "B H K V"]
     inputs: Float[Array, "B L H R"]

@@ -138,8 +138,8 @@ def summary_flops(model: Model) -> int:
     places = m.window + section.summaries
     projection, attention = 2 * m.model_dim * width, 4 * width
     dense = 4 * projection + 4 * m.model_dim * m.mlp_dim
-    # A block has `places` tokens and summaries. `keys` is the number of keys that each of them
-    # attends to, on average.
+    # A block has `places` tokens and summaries. A token or summary attends to `keys` keys, on
+    # average.
     keys = section.short_memory + places // 2
     mixes = 2 * m.model_dim * (section.short_memory + section.summaries)
     block = section.summaries * dense + places * (attention * keys + mixes)

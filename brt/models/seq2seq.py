@@ -5,8 +5,8 @@ once, and then `step` for each token of all beams. The encoded source and everyt
 it exist once for each source, not once for each beam.
 
 In shapes, B is the number of sources, S the number of tokens of a source, T the number of tokens of
-a target, N the number of beams of a source, and L the number of layers. Masks are False for
-padding, which is at the end of a row.
+a target, N the number of beams of a source, L the number of layers, and V the size of the
+vocabulary. Masks are False for padding, which is at the end of a row.
 """
 
 from collections.abc import Callable
@@ -75,8 +75,8 @@ class Decoded(NamedTuple):
     """The result of reading whole targets."""
 
     hidden: Float[Array, "B T D"]  # `logits` maps these vectors to the logits of the next tokens.
-    # Scalars to log, means over the layers: `firing_rate`, `leak` and `threshold` if the
-    # cross-attention has accumulate-and-fire neurons; otherwise empty.
+    # Scalars to log, means over the layers. If the cross-attention has accumulate-and-fire neurons,
+    # they are `firing_rate`, `leak` and `threshold`. Without such neurons, there are none.
     metrics: Metrics
 
 

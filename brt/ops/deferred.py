@@ -40,15 +40,15 @@ class _Spec(NamedTuple):
 def tap(
     kernel: Float[Array, "..."], rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1
 ) -> Tap:
-    """Returns a tap for a kernel.
+    """Returns a tap for a kernel that multiplies x [*rows, *inputs] in every step of a scan.
 
     The scan takes the tap as an `xs`, and the gradient of `kernel` is computed from the gradient of
     the tap.
 
     Args:
       kernel: [*inputs, *outputs].
-      rows: the number N of steps, followed by the sizes of the axes *rows of x, over which the
-        product does not sum.
+      rows: the number N of steps, followed by the sizes of the axes of x over which the product
+        does not sum.
       dtype: the dtype of x and of the product.
       inputs: the number of axes that the product sums over.
     """

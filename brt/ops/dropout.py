@@ -92,8 +92,8 @@ class DropoutMask:
     def factors(self, dtype: jnp.dtype, stored: bool = True) -> Float[Array, "*T"]:
         """Returns the factors of the entries, 0 or `scale`.
 
-        On TPUs, the mask is computed once if `stored` is True, and otherwise by each operation that
-        reads the factors. On other backends, the compiler decides this.
+        If `stored` is True, TPUs compute the mask once. If not, each operation that reads the
+        factors computes the mask again. On other backends, the compiler decides this.
         """
         keep = _draw_once(self.keep) if stored else self.keep
         factors = jnp.where(keep, jnp.asarray(self.scale, dtype), 0)

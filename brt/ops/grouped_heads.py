@@ -114,7 +114,7 @@ def local_groups(x: Float[Array, "B T G K"], heads: int, members: int, axis: str
 
     This is for use within `shard_map` over the mesh axis `axis`, if every device has all heads of
     keys, but only `heads` heads of queries. Groups have `members` (R) heads of queries. If the
-    device's heads belong to one group, the result has one head, and otherwise `heads`.
+    device's heads all belong to one group, the result has one head. If not, it has `heads` heads.
     """
     first = jax.lax.axis_index(axis) * heads
     if members % heads == 0:

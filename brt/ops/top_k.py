@@ -51,13 +51,13 @@ def top_k(x: Float[Array, "*B M"], count: int) -> tuple[Float[Array, "*B R"], In
 def largest(
     x: Float[Array, "*B M"], there: Bool[Array, "*#B M"], count: int
 ) -> tuple[Float[Array, "*B R"], Int[Array, "*B R"], Bool[Array, "*B M"]]:
-    """Returns the `count` largest values where `there` is True, their indices, and a mask of them.
+    """Returns the R = `count` largest values where `there` is True, and their indices and mask.
 
-    Of equal values the first are chosen. There is no gradient.
+    The mask is True at these indices. Of equal values, the first are chosen. There is no gradient.
     """
     ranked = jnp.where(there, jax.lax.stop_gradient(x), -jnp.inf)
     values, indices = top_k(ranked, count)
-    # If several entries have the value `smallest`, `top_k` takes the first of them, in their order.
+    # If several entries have the value `smallest`, `top_k` takes those with the lowest indices.
     # `indices[..., -1]` is the position of the last entry that it takes.
     smallest = values[..., -1:]
     place = jnp.arange(x.shape[-1]).reshape((1,) * (x.ndim - 1) + (-1,))

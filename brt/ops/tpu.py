@@ -61,9 +61,9 @@ def materialized(x: Array) -> Array:
 
 def tokens_first(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
     """Returns a kernel's output with the axis of tokens before the axis of heads."""
-    # The output is stored for the backward pass as integers with the same bits. The integers are
-    # transposed instead of x, so that both passes read the same stored array, and XLA makes no
-    # copy.
+    # Before this transpose, x is stored for the backward pass as integers with the same bits. The
+    # integers are transposed here, and not x, so that the forward pass also reads the stored array.
+    # Otherwise, XLA would make a copy of this array.
     return dispatch.from_bits(materialized(dispatch.to_bits(x).swapaxes(1, 2)), x.dtype)
 
 

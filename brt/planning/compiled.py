@@ -120,14 +120,14 @@ class Module:
                 current[instruction.name] = instruction
 
     def trip_count(self, loop: Instruction) -> int:
-        """Returns the number of iterations of a `while` instruction; 1 if it is not stated."""
+        """Returns the number of iterations of a `while` instruction; 1 if it is not found."""
         stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
         if stated:
             return int(stated[1])
         condition = self.computations.get(loop.called("condition") or "", {})
         for instruction in condition.values():
-            # Loops of JAX count in signed integers. Loops that XLA itself inserts, which are over
-            # the shards of a matrix, count in u32.
+            # The condition compares a counter with a constant. The counter is a signed integer in
+            # loops of JAX, and u32 in loops over the shards of a matrix, which XLA inserts.
             integer = re.match(r"[su](32|64)\[\]", instruction.type)
             if instruction.operation == "constant" and integer:
                 return int(instruction.body)
@@ -367,9 +367,9 @@ def _sliced(module: Module, computation: str, name: str) -> int | None:
 
 
 def _updates(module: Module, called: str) -> list[int | None]:
-    """Returns how many bytes a fusion writes of each of its results; None if it writes all bytes.
+    """Returns, for each result of a fusion, how many bytes of it the fusion writes.
 
-    The fusion writes only some bytes of results that it updates in place.
+    An entry is None if all bytes are written. Fewer are written to results updated in place.
     """
     inside = module.computations[called]
     root = next(instruction for instruction in inside.values() if instruction.is_root)
@@ -403,8 +403,8 @@ class Overlap(NamedTuple):
 
     kind: str  # such as all-gather
     times: int  # number of executions in a step
-    bytes: int  # of the result of one execution
-    cycles: float  # of the instructions between the start and the end of one execution
+    bytes: int  # bytes of the result of one execution
+    cycles: float  # cycles of the instructions between start and end of one execution
 
 
 class Overlaps:
@@ -526,7 +526,7 @@ class CollectiveCost(NamedTuple):
     """
 
     times: int = 0  # number of executions
-    bytes: int = 0  # of the results of all executions
+    bytes: int = 0  # bytes of the results of all executions
 
 
 class InstructionGroup(NamedTuple):

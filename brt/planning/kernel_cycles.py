@@ -91,7 +91,7 @@ BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
         "state_attention_backward_512x1536x128": (12483, 8817, 8717, 5370),
         "cross_entropy_512x640x1024": (11345, 9538, 10120, 4032),
         "cross_entropy_backward_512x640x1024": (9555, 8748, 8913, 2953),
-        # The bundles are those of three steps of the grid: the three phases of a tile of rows.
+        # Bundles are added over three steps of the grid, which are the phases of a tile of rows.
         "adafactor_64x4096": (4393, 2772, 2892, 2146),
         "adafactor_128x1024": (2441, 1583, 1758, 1434),
         "adafactor_32x1024": (1396, 0, 0, 0),

@@ -50,8 +50,8 @@ _LOCAL = re.compile(r"(.*/)?(\.brt\.[0-9a-f]+\.partial|\.[^/]*lock)(/.*)?", re.D
 _LOCAL_OF_RUN = re.compile(r"(.*/)?(heartbeat|checkpoints/\d+\.(partial|deleted))(/.*)?", re.DOTALL)
 _IN_CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/\d+/", re.DOTALL)
 _CHECKPOINT = re.compile(rf"((?:.*/)?checkpoints/\d+/){re.escape(MANIFEST)}", re.DOTALL)
-# Every run has these files after its first save. If one of them exists in the bucket, an empty list
-# of the bucket's objects is wrong.
+# Every run has these files after its first save. If one of these files exists in the bucket, but a
+# list of the bucket's objects is empty, the list is wrong.
 _ALWAYS = "config.json", "last_checkpoint.txt", "metrics.jsonl", "provenance.json"
 _HELD = ".held by brt"  # the lock file of a local copy
 _THREADS = 4  # This number of files is copied at a time.

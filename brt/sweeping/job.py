@@ -307,7 +307,7 @@ def run(
 
 
 def write_report(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
-    """Writes the report of the results so far, and returns the text that `run` returns."""
+    """Writes the report of the results so far. Returns its table and path as text, like `run`."""
     if not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} does not exist, so there is nothing to report")
     storage.of(workdir).refresh()

@@ -326,7 +326,7 @@ def choose(points: Sequence[Point], index: int | None) -> list[Point]:
 
 
 def listing(points: Iterable[Point]) -> str:
-    """Returns a line for each point: its index, its directory, and the settings that differ."""
+    """Returns a line for each point: its index, its directory, and its `bindings`."""
     points = list(points)
     width = max(len(point.directory) for point in points)
     return "\n".join(

@@ -73,7 +73,8 @@ class Group(NamedTuple):
     planned: int  # the number of points
     metrics: dict[str, float]  # means over the finished points that have the metric
     answers: dict[int, float]  # means over the finished points that have the distance; see `Row`
-    # Bits per byte minus those of the baseline; None if the two did not read the same documents.
+    # Bits per byte minus those of the baseline. None for the baseline itself, and if the group and
+    # the baseline did not read the same documents.
     difference: Difference | None
     step_seconds: float | None
     # The step time divided by that of the baseline; None if the group and the baseline read

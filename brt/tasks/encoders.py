@@ -213,8 +213,8 @@ class EncoderTask(Task):
             )
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Returns the config with the larger of two vocabulary sizes: that of the weights, and the
-        number of ids that the task needs for its tokenizer.
+        """Returns the config with the larger of two numbers as its vocabulary size: the vocabulary
+        size of the weights, and the number of ids that the task needs for its tokenizer.
 
         It is not known with which tokenizer converted weights were trained. To detect most other
         tokenizers, this method therefore requires that the vocabulary size of such weights equals

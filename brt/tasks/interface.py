@@ -295,7 +295,7 @@ class Task(abc.ABC):
     def start_model_state(
         self, config: Config, weights: Weights, initial: PyTree[Array]
     ) -> PyTree[Array]:
-        """Returns the model state that training starts with; the default is that of a new model."""
+        """Returns the model state at the start of training: by default `initial`, a new model's."""
         return initial
 
 

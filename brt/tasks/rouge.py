@@ -252,7 +252,7 @@ class RougeProtocol(NamedTuple):
         )
 
     def words(self, text: str) -> list[str]:
-        """Returns the words that ROUGE compares: runs of ASCII letters and digits in lower case."""
+        """Returns the runs of a-z and 0-9 in the lower-cased text, as stems if `stemmer` is set."""
         words = _WORD.findall(text.lower())
         if not self.stemmer:
             return words

@@ -15,7 +15,7 @@ class Chip(NamedTuple):
     flops: float  # bfloat16 FLOPs per second
     bandwidth: float  # bytes per second of the main memory
     # Bytes per second that a device sends over all of its links together, which is half of the
-    # bidirectional bandwidth. Slices without the links that close a torus have fewer links.
+    # bidirectional bandwidth. In slices without the links that close a torus, devices send less.
     network: float
     clock: float  # cycles per second, to convert the estimated cycles of a step to seconds
     between_slices: float = 0.0  # bytes per second that a device of a TPU sends to other slices

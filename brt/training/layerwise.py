@@ -78,11 +78,11 @@ class Arrays(NamedTuple):
 
     depth: str  # the number of layers, as a string; "" outside of stacks
     gradients: Group
-    state: Any  # of the optimizer; in the separate form, a list with the state of each layer
+    state: Any  # the optimizer's state; in the separate form, a list with each layer's state
     params: Group
 
     def layers(self) -> list["Arrays"]:
-        """Returns a list with the arrays of each layer in the separate form; otherwise [self]."""
+        """Returns a list of the arrays of each layer; [self] if layers are not in separate form."""
         if not isinstance(self.state, list):
             return [self]
         gradients, params = (

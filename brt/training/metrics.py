@@ -378,7 +378,8 @@ def start_trackers(
 ) -> list[Tracker]:
     """Starts a run in each tracking service that the config asks for, and returns the services.
 
-    If the run directory was trained before, the service continues its earlier run.
+    Each service continues the run that this run directory began in it earlier, if there is one. A
+    copy of a run directory begins new runs.
     """
     services, file = requested_trackers(config, warn), workdir.path / "trackers.json"
     if not services:

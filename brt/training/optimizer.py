@@ -322,7 +322,7 @@ class _Rules(NamedTuple):
     transform: optax.GradientTransformation
     schedule: Schedule
     axes: Axes  # names of each parameter's axes, by the parameter's path
-    factor: Callable[[str], float]  # from a parameter's path to the factor of its learning rate
+    factor: Callable[[str], float]  # maps a parameter's path to the factor of its learning rate
     smallest: int  # matrices with a smaller dimension do not have factored second moments
     implementation: str  # of the op; see `brt.config.Kernels`
 

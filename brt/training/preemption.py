@@ -45,7 +45,7 @@ class StopSignal:
 
     The thread calls `announce` with a message for the user about what happens next.
     `uninterruptible` returns the name of the current phase, such as "compiling", if the phase has
-    to end before the run can stop; otherwise "".
+    to end before the run can stop, and "" if not.
     """
 
     def __init__(

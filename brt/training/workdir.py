@@ -37,7 +37,7 @@ def explain_write_errors(
 ) -> Iterator[None]:
     """Context that turns an OSError into an error whose message names a path and a remedy.
 
-    The error is a CheckpointError in these cases, and otherwise a ConfigError:
+    The error is a ConfigError, except in these cases, in which it is a CheckpointError:
 
     - The disk is full, or the storage fails.
     - Permission is denied, although the path was writable before (`writable` is True).
@@ -329,8 +329,8 @@ def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> Non
     """Writes a file atomically, so that no reader sees half of it.
 
     No part of the path below the run directory `below` may be a link. If `below` is None, only the
-    file itself must not be a link. Errors are those of `explain_write_errors` for a path that was
-    writable before.
+    file itself must not be a link. Errors are raised as by `explain_write_errors` for a path
+    that was writable before.
     """
     with explain_write_errors(path, existed=below is not None, writable=True):
         durable.write(path, content, below=below)

@@ -84,8 +84,8 @@ class EncoderWithHead(NamedTuple):
     Attributes:
       task: the task of the head.
       kept: the ids of special tokens and the names of classes, as entries of Hugging Face's
-        config.json. Of these entries, brt uses only the id of padding. An export writes all of
-        them again.
+        config.json. From these entries, brt uses the id of padding and the number of classes. An
+        export writes all entries again.
     """
 
     model: Encoder

@@ -27,9 +27,8 @@ class QueryTiles(NamedTuple):
 def tile_size(tokens: int, clusters: int) -> int:
     """Returns the number of slots of a tile, the largest power of 2 up to a cluster's mean size.
 
-    The number is at least 8 and at most 128. The number of empty slots is smaller than that of the
-    slots of `clusters` tiles. With a mean of 8 or more queries per cluster, less than half of all
-    slots are therefore empty.
+    The number is at least 8 and at most 128. Fewer slots are empty than `clusters` tiles have. With
+    a mean of 8 or more queries per cluster, less than half of all slots are therefore empty.
     """
     usual = max(tokens // clusters, 1)
     return min(max(1 << (usual.bit_length() - 1), 8), 128)
@@ -38,7 +37,7 @@ def tile_size(tokens: int, clusters: int) -> int:
 def build_tiles(labels: Int[Array, "B H T"], *, clusters: int, size: int) -> QueryTiles:
     """Assigns queries to tiles of `size` slots. There are enough tiles for clusters of any sizes.
 
-    A tile has queries of one cluster only. Queries with labels from `clusters` on get no tile.
+    A tile has queries of one cluster only. Queries whose label is at least `clusters` get no tile.
     """
     tokens = labels.shape[-1]
     count = min((tokens + clusters * (size - 1)) // size, tokens)

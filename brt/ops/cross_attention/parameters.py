@@ -22,7 +22,7 @@ class CrossParameters(NamedTuple):
 
 
 class CrossInputs(NamedTuple):
-    """The arrays of `api.attend`."""
+    """The arrays of `api.attend`, which describes them."""
 
     queries: Float[Array, "B T H K"]
     keys: Float[Array, "B X H K"]

@@ -105,9 +105,11 @@ _products.defvjp(_forward, _backward)
 def _call(
     name: str, queries: Array, states: Array, interpret: Interpret
 ) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec, dict[str, Any]]:
-    """Returns the block specs of queries, segments and states, and the other options of a call.
+    """Returns three block specs and the other options of a call.
 
-    The kernel's name tells `brt.planning.kernel_cycles` its kind and the number of its steps.
+    The block specs are those of the queries (and outputs), of the segment indices of the queries,
+    and of the states. `brt.planning.kernel_cycles` reads the kernel's kind, the sizes and the
+    number of grid steps from the kernel's name.
     """
     (batch, length, _), (_, groups, count, width, wide) = queries.shape, states.shape
     products = 2 if "backward" in name else 1

@@ -29,8 +29,8 @@ class NeuronKernelSettings(NamedTuple):
     width: int
     # P, the total size of the heads of a group.
     wide: int
-    # True if the input of the neurons at segment j is the sum of A_i over all other segments i.
-    # False if the input is A_j itself.
+    # True if the input of the neurons at segment j is the sum of the products A_i = K_i^T V_i W of
+    # all other segments i. False if the input is A_j.
     remaining: bool
     interpret: bool | pltpu.InterpretParams
 

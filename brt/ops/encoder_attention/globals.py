@@ -35,7 +35,7 @@ class GlobalKeys(NamedTuple):
 
 
 class LocalInputs(NamedTuple):
-    """The arrays of `api.local_attention`."""
+    """The arrays of `api.local_attention`, which describes them."""
 
     queries: Float[Array, "B T H K"]
     keys: Float[Array, "B T H K"]

@@ -28,7 +28,7 @@ def state_attention(
 
     Args:
       projected: on axis 2, the states' keys, queries to states, queries to tokens, and values.
-      scales: for each head, the factor of its queries to states and that of its queries to tokens.
+      scales: two factors per head: of its queries to states, and of its queries to tokens.
       before, own: keys and values of the tokens of the previous block and of this block. With
         `normalize_qk`, these keys are already normalized.
       cache_mask: True if the states may read the tokens of the previous block.

@@ -276,7 +276,9 @@ class LanguageModeling(Task):
         return job.inspect(variables, request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns "xz -9e" and its bits per byte on validation data; None if they are not known."""
+        """Returns "xz -9e" and its bits per byte on validation data. Returns None if these are not
+        known, or if models are compared by bits per token.
+        """
         held_out = dataset.splits.get("validation")
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return None

@@ -23,7 +23,7 @@ SMALLEST_DEVIATION = 1e-5
 class Utterance(NamedTuple):
     """An utterance: the features of spoken text, and its transcript."""
 
-    file: str  # for messages
+    file: str  # name of the file, for messages
     id: str
     speaker: str  # "" if unknown
     transcript: str

@@ -56,7 +56,7 @@ class Example(NamedTuple):
 class Columns(NamedTuple):
     """Names of the columns that are read from a table."""
 
-    texts: tuple[str, ...]  # columns of one or two sentences
+    texts: tuple[str, ...]  # the one or two columns that contain a sentence each
     label: str  # column of the label or number
     id: str  # "" if the table has no ids
 

@@ -81,8 +81,8 @@ class Family(NamedTuple):
         return {ours: key for ours, key in {**FIELDS, **self.fields}.items() if key}
 
     def fixed(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the settings that have no key. The family determines them, some of them as
-        functions of `values`, which has the other settings by name.
+        """Returns the settings that have no key in config.json, but are determined by the family.
+        Some depend on other settings, which `values` has by name.
         """
         settings = {**SETTINGS, **self.settings}
         own = {name: x for name, x in settings.items() if name not in self.all_fields()}

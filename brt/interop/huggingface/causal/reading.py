@@ -133,8 +133,8 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
 def _known_ends(
     ids: tuple[int, ...], known: int, directory: Path
 ) -> tuple[tuple[int, ...], list[str]]:
-    # `ids` are the ids that end a text. Returns those that the tokenizer has, that is, the ids
-    # below `known`, and a note on the others.
+    # `ids` are the ids that end a text. Returns the ids that the tokenizer has, which are those
+    # below `known`, and a list with a note if there are ids that the tokenizer does not have.
     ends = tuple(i for i in ids if i < known)
     others = ", ".join(str(i) for i in ids if i >= known)
     if others and not ends:

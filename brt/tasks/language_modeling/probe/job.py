@@ -101,8 +101,8 @@ def probe_report(
 def memory(result: InterventionResult) -> list[dict[str, Any]]:
     """Returns a row, as JSON, for each intervention.
 
-    A row has the bits per byte with the intervention, those of the unchanged model on the same
-    blocks, and the difference between the two.
+    A row has the bits per byte with the intervention, the bits per byte of the unchanged model on
+    the same blocks, and their difference.
     """
     rows = []
     for intervention in filter(None, result.nats):
