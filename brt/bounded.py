@@ -150,7 +150,7 @@ class Worker:
 
 
 def answer(function: Callable[[bytes], bytes]) -> None:
-    """Answers the requests of a `Worker` in the child process, until the parent ends."""
+    """In the child of a `Worker`, answers each request with `function`, until the parent ends."""
     memory, seconds = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the parent.
     _limit({resource.RLIMIT_CORE: 0, resource.RLIMIT_DATA: memory})

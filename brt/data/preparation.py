@@ -114,10 +114,10 @@ class Corpus(Generic[Encoder, Opened]):
     def described(self) -> dict[str, dict[str, Any]]:
         """Returns a JSON description of each split, by the name of the split.
 
-        A description has the number of rows (under the noun `rows`, such as "pairs"), the size in
-        bytes, the names of a few rows, the hash of the content, a phrase that says how the split
-        was held out of the training data ("" if it was not), and the source files ([] if the
-        directory has no manifest).
+        A description has the number of rows (its key is the value of `self.rows`, such as "pairs"),
+        the size in bytes, the names of a few rows, the hash of the content, a phrase that says how
+        the split was held out of the training data ("" if it was not), and the source files ([] if
+        the directory has no manifest).
         """
         known = (self.directory / MANIFEST).is_file()
         manifest = read_manifest(self.directory) if known else {"sources": {}}
@@ -195,7 +195,10 @@ class Preparation(abc.ABC):
         return self._opened(self._prepared_split(split, known), encoder, (split,))
 
     def _prepared_split(self, split: str, known: Path | None) -> Path:
-        """Returns the directory that contains one prepared split; prepares it if necessary."""
+        """Returns a directory with a prepared split; prepares the split if necessary.
+
+        The directory is `known` in the cases that `open_split` describes.
+        """
         if known and not ((known / MANIFEST).is_file() and (known / split).is_dir()):
             known = None
         if known and split in self.shares:

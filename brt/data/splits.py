@@ -226,7 +226,7 @@ def _texts(chunks: Iterable[str], windows: Sequence[tuple[int, int]]) -> list[st
 
 
 def _border(text: str) -> int:
-    """Returns the position after a text's first paragraph, or else after its first line or word."""
+    """Returns the position after a text's first paragraph, else its first line or word, else 0."""
     matches: Iterator[Any] = (re.search(border, text) for border in BORDERS)
     return next((match.end() for match in matches if match), 0)
 

@@ -216,7 +216,10 @@ class Commit(NamedTuple):
 
 
 def committed(directory: Path) -> Commit | None:
-    """Returns the last commit in a directory of a `Writer`; None if it is missing or damaged."""
+    """Returns the last commit in a directory of a `Writer`, or None if it cannot be used.
+
+    This is so if it is missing or damaged, or if a data file is shorter than the commit says.
+    """
     try:
         found = Commit(**untrusted.read_json(directory / PROGRESS, _KIND))
         there = {name: (directory / name).stat().st_size for name in _FILES}

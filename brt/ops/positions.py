@@ -103,7 +103,8 @@ def bias_tile(
     bias = partial(offset_bias, table, max_distance=max_distance, both_ways=both_ways)
     if queries % _BLOCK or keys % _BLOCK or queries == _BLOCK:
         return _shifted_rows(lambda offsets: bias(offsets + first), queries, keys)
-    # All blocks of _BLOCK queries and keys on one diagonal are equal, so each is computed once.
+    # All blocks of _BLOCK queries and keys on one diagonal are equal, so only one block of each
+    # diagonal is computed.
     rows, columns = queries // _BLOCK, keys // _BLOCK
     starts = first + _BLOCK * np.arange(1 - rows, columns)
     blocks = _shifted_rows(lambda offsets: bias(starts[:, None] + offsets), _BLOCK, _BLOCK)

@@ -33,9 +33,9 @@ _CORES = {"v4": 2, "v5p": 2}
 # the same kernel when other code changes; the table has the longest schedule that was observed.
 BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
     {
-        # The sizes of attention are heads, queries, keys and the width of all heads of a step. The
-        # kernels `document_attention_*1x2048x2048x128` were counted on v5p and v6e in an earlier
-        # version of their code.
+        # The sizes of attention are heads, queries, keys and the total width of the heads, all of a
+        # grid step. The kernels `document_attention_*1x2048x2048x128` were counted on v5p and v6e
+        # in an earlier version of their code.
         "window_attention_1x512x512x128": (3948, 2364, 2668, 1585),
         "window_attention_backward_1x512x512x128": (5955, 4173, 4440, 2853),
         "window_attention_dropout_1x512x512x128": (4628, 2488, 2830, 1674),
@@ -62,7 +62,7 @@ BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
         "document_attention_backward_1x2048x2048x128": (0, 42691, 41087, 23229),
         "accumulate_fire_16x64x128": (2343, 1915, 1766, 2049),
         "accumulate_fire_backward_16x64x128": (5353, 4398, 4094, 5018),
-        # The sizes are segments, queries and the width of all heads of a step.
+        # The sizes are segments, queries and the total width of the heads of a grid step.
         "segment_states_16x128x128": (1288, 903, 983, 819),
         "segment_states_backward_16x128x128": (1931, 1364, 1471, 1126),
         # Kernels `_of_keys` have one mask for all queries, and kernels `_of_masks` have a mask for

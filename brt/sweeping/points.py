@@ -53,9 +53,9 @@ class NamedPoint(NamedTuple):
     seeds: tuple[int, ...] = ()  # the values of Training.seed; () for those of the grid
 
     def grid(self, common: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-        """Returns the grid of the point, which is `common`, the grid of the sweep.
+        """Returns the grid of the point, a copy of `common`, which is the grid of the sweep.
 
-        If the point has `seeds`, they replace the values of Training.seed in this grid.
+        If the point has `seeds`, they replace the values of Training.seed in the copy.
         """
         return {**common, SEED: self.seeds} if self.seeds else dict(common)
 

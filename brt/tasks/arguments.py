@@ -97,8 +97,8 @@ class InspectionRequest(NamedTuple):
     dataset: Dataset
     split: str
     tokens: int | None  # approximate number of tokens to read; 0 for all, None for the default
-    # The first entries of the metrics, which identify the model: {"workdir": the run directory,
-    # "step": the step of the checkpoint}.
+    # Entries that identify the model: {"workdir": the run directory, "step": the step of the
+    # checkpoint}. The metrics that `--probe` writes begin with them.
     where: Mapping[str, Any]
 
 

@@ -32,8 +32,10 @@ from brt.training.state import TrainState, parameter_axes
 def separates(config: Config) -> bool:
     """Returns True if the compiled step of a config has its train state in the separate form.
 
-    Models without stacks have no separate form. Muon concatenates the matrices of all layers, so it
-    keeps stacks. An optimizer state that is stored in the memory of the host keeps stacks, too.
+    In this form, each layer of a stack has arrays of its own. A step has this form if the policy of
+    the backend asks for it and the step computes its layers without a loop, with three exceptions:
+    models without stacks have no separate form; Muon concatenates the matrices of all layers, so it
+    keeps stacks; an optimizer state that is stored in the memory of the host keeps stacks, too.
     """
     mesh, policy = config.mesh, dispatch.policy()
     several = (mesh.data, mesh.fsdp, mesh.tensor, mesh.sequence) != (1, 1, 1, 1)

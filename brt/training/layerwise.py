@@ -131,7 +131,8 @@ def updated(
 def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
     """Returns an optimizer that applies `transform` to each layer of a stack separately.
 
-    `transform` gets parameters as matrices (`as_matrix`).
+    `transform` is also applied to the parameters outside of stacks, to all of them as one group. It
+    gets parameters as matrices (`as_matrix`).
     """
 
     def init(params: Parameters) -> LayerwiseState:

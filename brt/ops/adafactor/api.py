@@ -13,7 +13,8 @@ OP = Op(
         Implementation("pallas_tpu", pallas_tpu.adafactor, pallas_tpu.refusal),
         Implementation("xla", xla.adafactor),
         Implementation("pallas_interpret", pallas_tpu.interpreted, pallas_tpu.refusal),
-        Implementation("reference", xla.adafactor),  # optax defines the update.
+        # `xla.adafactor` is the reference, too, because it calls optax, which defines the update.
+        Implementation("reference", xla.adafactor),
     ),
 )
 

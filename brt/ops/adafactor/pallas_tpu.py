@@ -232,8 +232,8 @@ def kernel(
         factor of the gradients.
       gradient, parameter: a tile [R, B], or [R H, K] with heads.
       momentum: a tile [R, B].
-      rows, columns: the layer's moving averages of squared gradients (`Moments`), [T, R] for its
-        rows and [1, B] for its columns.
+      rows, columns: moving averages of squared gradients (`Moments`) of the layer's T R rows, as
+        [T, R], and of its B columns, as [1, B].
       squares: [1, 128], an output: the sum of the layer's squared gradients, 128 times.
       factor: as in `api.adafactor`.
     """

@@ -65,7 +65,8 @@ class KernelInputs(NamedTuple):
     # [B, J, 2].
     query_tiles: Any
     # The first C of the S keys and values, [B, C, G, K]; `keys` and `values` then have the other
-    # S - C. Tiles of the cached arrays are copied to the buffers of `keys` and `values`, too.
+    # S - C. Kernels load tiles of the cached arrays into the same buffers in shared memory as tiles
+    # of `keys` and `values`.
     cached_keys: Any = None
     cached_values: Any = None
     # Two numbers for each query and key; None if they are not normalized. The first number is a

@@ -38,13 +38,14 @@ class RecurrentStates(NamedTuple):
 
     states: Float[Array, "M B H K K"]  # R, in the dtype of the keys
     scale: Float[Array, "B H 1 K"] | None  # gate / norm(K) of each output feature; None for 1
-    firing_rate: Float[Array, ""] | None  # the fraction of R above 0; None without neurons
+    # The fraction of the entries of the states R that are above 0; None without neurons.
+    firing_rate: Float[Array, ""] | None
 
 
 class NeuronMetrics(NamedTuple):
     """Metrics of the accumulate-and-fire neurons, for logging; all are None without neurons."""
 
-    firing_rate: Float[Array, ""] | None = None  # the fraction of R above 0
+    firing_rate: Float[Array, ""] | None = None  # as in `RecurrentStates`
     leak: Float[Array, ""] | None = None
     threshold: Float[Array, ""] | None = None
 

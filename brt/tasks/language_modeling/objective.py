@@ -127,12 +127,12 @@ def extra_flops_per_token(config: Config) -> int:
 
 
 def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Float[Array, ""], Aux]:
-    """Returns the loss of a batch, summed over scored tokens, and further results.
+    """Returns the loss of a batch, which is a sum over tokens, and further results.
 
     The loss is the sum of these terms:
 
-      * the cross-entropy, smoothed by Training.label_smoothing;
-      * the auxiliary losses of layers;
+      * the cross-entropy, smoothed by Training.label_smoothing and summed over scored tokens;
+      * the auxiliary losses of layers, multiplied by the number of all tokens;
       * in runs with distillation, the KL divergence from the teacher, summed over scored tokens and
         multiplied by Distillation.weight.
 

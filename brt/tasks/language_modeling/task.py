@@ -71,11 +71,11 @@ from brt.types import Batch, Variables
 
 
 def export(source: ExportSource) -> ExportFormat:
-    """Returns a decoder in Hugging Face's format.
+    """Returns a decoder in Hugging Face's format, or its adapters in PEFT's format.
 
-    The library transformers can load the result as one of its model classes, such as
-    LlamaForCausalLM, if the class computes the same function or `source.plain` is True. Otherwise,
-    the result includes PyTorch code that computes the function of the decoder.
+    It returns the adapters if `source.adapters` has any. The library transformers can load a whole
+    decoder as one of its model classes, such as LlamaForCausalLM, if the class computes the same
+    function or `source.plain` is True. Otherwise, the result includes PyTorch code for the decoder.
     """
     opened, model = source.tokenizer(), source.config.model
     family = family_of(model, kept.family(opened))
@@ -335,10 +335,10 @@ class LanguageModeling(Task):
     def start_model_state(
         self, config: Config, weights: Weights, initial: ModelState
     ) -> ModelState:
-        """Returns the initial model state, a part of which comes from the weights.
+        """Returns `initial`, in which states of layers are replaced by those in the weights.
 
-        The state of a layer is taken if the layer has the same kind in the weights. If the run has
-        a teacher, the teacher's parameters are taken, too.
+        The state of a layer is replaced if the layer has the same kind in the weights. If the run
+        has a teacher, its parameters in `initial` are replaced by the parameters in the weights.
         """
         own, teacher = objective.split_teacher(initial)
         started = {

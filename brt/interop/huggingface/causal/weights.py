@@ -143,7 +143,8 @@ def plain_names(arrays: Arrays, family: Family) -> dict[str, np.ndarray]:
 
 
 def _drop_copy(arrays: dict[str, np.ndarray], model: Model) -> None:
-    # Deletes lm_head.weight in files of tied models, where it is a copy of the embedding.
+    # Removes lm_head.weight from the arrays of a tied model, whose file may contain it as a copy of
+    # the embedding. Raises CheckpointError if it differs from the embedding.
     head, embedding = (arrays.get(f"{_TOP[name]}.weight") for name in ("output", "embedding"))
     if not model.embedding.tied or head is None:
         return

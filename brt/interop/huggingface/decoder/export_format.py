@@ -204,8 +204,8 @@ def _layer(run: Run, params: PyTree[Array]) -> dict[str, Array]:
 
 
 def _linear(arrays: Mapping[str, Array], names: Mapping[str, str]) -> dict[str, Array]:
-    # Linear maps get the names in `names`, and the layout [out, in]. `step_bias` keeps its name: it
-    # is not the bias of the linear map `a_proj`, because the exported code adds it in float32.
+    # Linear maps get the names in `names`, and the layout [out, in]. `step` becomes `a_proj`, but
+    # `step_bias` keeps its name: the exported code adds it in float32, outside of the linear map.
     renamed = {}
     for name, array in arrays.items():
         kernel = name.removesuffix("_bias")

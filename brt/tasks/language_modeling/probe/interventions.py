@@ -49,8 +49,9 @@ class InterventionResult:
     """Scores of every block that was read. Arrays are [B, M]: M consecutive blocks of B rows."""
 
     segment_blocks: int  # number of blocks in a segment
-    # Index of the block's document; -1 for padding, and for a document of the `donor` (see
-    # `evaluate_interventions`), which is read only to exchange memories with it.
+    # Index of the block's document; -1 for padding, and for documents of the `donor` (see
+    # `evaluate_interventions`). The donor is read only so that its memories can be exchanged with
+    # those of the evaluated documents.
     document: np.ndarray
     position: np.ndarray  # number of tokens of the document before the block
     tokens: np.ndarray  # number of scored tokens in the block
