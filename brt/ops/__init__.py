@@ -5,6 +5,6 @@ Each op has a folder; its contract stands in `api.py`, not in its implementation
 inputs (`brt.ops.dispatch`). Attention computes its softmax in float32 and returns the dtype of the
 values. In shapes, unless a module says otherwise, B is the number of rows of the batch, T the
 number of tokens, H the number of heads, K the size of a head, and *B stands for any leading axes.
-Rows of the batch are also called lanes. Modules for TPUs do not use the word in this sense: there,
-lanes are the lanes of a vector register (`brt.ops.tpu.LANES`).
+Rows of the batch are also called lanes. In the docstrings of modules for TPUs, however, lanes are
+those of a vector register (`brt.ops.tpu.LANES`).
 """

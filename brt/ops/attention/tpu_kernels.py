@@ -265,9 +265,9 @@ def forward_kernel(
             found.append((weights.astype(columns.dtype), kept_scale / divisor))
         return found
 
-    # The weights of several sub-tiles are computed before the first product with the values. The
-    # softmax of a sub-tile can then be computed while the matrix units compute the logits of the
-    # next sub-tile.
+    # The weights of several sub-tiles are computed before any of them is multiplied by the values.
+    # The softmax of a sub-tile can then be computed while the matrix units compute the logits of
+    # the next sub-tile.
     tiles = s.sub_tiles(s.forward_rows)
     span = (s.window + s.forward_rows) if s.window else slab.keys.shape[0]
     size = max(_MOST_WEIGHTS // (span * s.forward_rows * s.together), 1)
@@ -291,7 +291,7 @@ def backward_kernel(
     """Writes the gradients of a step to `results`.
 
     The gradients of keys and values are added up in `keys_sum` and `values_sum`, float32 [_, L, P].
-    The first axis has one entry, or one for each row of the batch if rows have several tiles.
+    The first axis has one entry, or one for each row of the batch if blocks have several tiles.
 
     With a window, the steps go from the last block of a segment to its first. After the step of a
     block, the gradients of its keys and values are complete, and those of the block before stay in

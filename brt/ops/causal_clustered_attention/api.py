@@ -13,9 +13,10 @@ keys of the first three parts, so these logits are exact:
     token, and their logits are corrected by the second term of Jensen's gap: the mean of exp(q.k)
     over queries q around a centroid c with variance var is about exp(c.k + var |k|^2 / 2).
 
-The memory of a head has, for each centroid, the best keys and one vector for the rest. Its size is
-constant: C (R + 1) vectors. If centroids were means of earlier queries, they would move from block
-to block, and the summary of a moved centroid would have to be computed again from all keys.
+The memory of a head has, for each of C centroids, the R best keys with their values, and one vector
+for the rest, so its size is constant. If centroids were means of earlier queries, they would move
+from block to block, and the summary of a moved centroid would have to be computed again from all
+keys.
 
 In shapes, a segment has T tokens in N blocks of W tokens, and Z = T + W is the number of keys of
 the cached block and the segment together. C is the number of centroids of a head, and R the number

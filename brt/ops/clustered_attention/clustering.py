@@ -145,8 +145,9 @@ def _word(bits: Bool[Array, "B H T P"]) -> UInt32[Array, "B H T"]:
 
 
 def _pad_to_words(x: Float[Array, "P *K"]) -> Float[Array, "Q *K"]:
-    # A number of bits that is no multiple of 32 takes longer, so planes of zeros are added, Q in
-    # all. They do not change the clusters, because all vectors have the same bit for such a plane.
+    # A number of bits that is no multiple of 32 takes longer, so planes of zeros are added, up
+    # to Q planes. They do not change the clusters, because all vectors have the same bit for such a
+    # plane.
     return jnp.pad(x, ((0, -len(x) % 32), *((0, 0),) * (x.ndim - 1)))
 
 

@@ -228,7 +228,7 @@ def _call(
     """Runs a kernel with one step per head and row of the batch, and returns its outputs.
 
     The kernel's name tells `brt.planning.kernel_cycles` which kernel it is and how many steps its
-    grid has. `products` is the number of products with keys or values that each query takes.
+    grid has. `products` is the number of matrix products over all pairs of query and key.
     """
     _, batch, heads, states, width = arguments.projected.shape
     slots = states + 2 * arguments.own.keys.shape[2]

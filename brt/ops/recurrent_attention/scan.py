@@ -193,7 +193,8 @@ _reset_states.defvjp(lambda starts, *x: (_reset_states(starts, *x), starts), _re
 def _unstack(tree: PyTree[Array], count: int) -> list[PyTree[Array]]:
     """Splits all arrays along axis 0 in one operation.
 
-    The gradient of this operation stacks the parts; separate slices would be padded and summed.
+    The backward pass of this operation stacks the gradients of the parts. The gradients of separate
+    slices would be padded and summed.
     """
     leaves, structure = jax.tree.flatten(tree)
     parts = zip(*map(jnp.unstack, leaves), strict=True) if leaves else [()] * count
