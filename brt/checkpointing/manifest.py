@@ -27,7 +27,7 @@ import tensorstore
 from brt import bounded, durable, untrusted
 
 NAME = "MANIFEST.sha256"
-# The files of a checkpoint that are not arrays, such as metadata, have at most this many bytes.
+# All files of a checkpoint that are not arrays have together at most this many bytes.
 _OTHERS = 64 << 20
 _SECONDS_PER_GB = 20  # for the child process that first reads arrays
 _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")

@@ -366,7 +366,7 @@ class CheckpointWriter:
         returns the checksums of the files of all processes. The other processes return {}.
         """
         partial, place = self._directory / f"{step}.partial", storage.of(self._directory)
-        if processes.is_first():  # An earlier checkpoint of this step is removed.
+        if processes.is_first():  # The bucket may have an earlier checkpoint of this step.
             place.removed(self._directory / str(step))
         # The name is random, so that no other trainer uses the same one.
         name = processes.from_first(secrets.token_hex(4), "checkpoint name")

@@ -222,8 +222,8 @@ def mesh_for_evaluation(mesh: MeshSettings, needs: DivisibleSizes) -> MeshSettin
 
     The result is the first of these meshes that the devices of this machine allow:
 
-    - the mesh of the run
-    - a mesh of all devices that shards the parameters as the run does
+    - the mesh of the run, if no setting is -1
+    - a mesh of all devices that shards the parameters as the run does; -1 is taken as 1
     - a mesh that shards the parameters over all devices of each slice
     - one device
 

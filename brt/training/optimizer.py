@@ -331,7 +331,7 @@ class _Stack(NamedTuple):
     """The first arguments of the op "adafactor" for L matrices with A rows.
 
     `gradient` and `parameter` have the shape [L, A, *columns]. `columns` is one axis or, for a
-    kernel with an axis of heads, several axes, such as H (heads) and K (dimension of a head).
+    kernel that `ends_with_heads`, several axes, such as H (heads) and K (dimension of a head).
     """
 
     gradient: Array

@@ -43,7 +43,8 @@ class StopSignal:
     from compiling or computing, which may take minutes. If the context is entered outside of the
     main thread, where Python cannot catch signals, the context does nothing.
 
-    The thread calls `announce` with a message for the user about what happens next.
+    `announce` is called with a message for the user about what happens next, in the thread that
+    answers the signals or that calls `request`.
     `uninterruptible` returns the name of the current phase, such as "compiling", if the phase has
     to end before the run can stop, and "" if not.
     """

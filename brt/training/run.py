@@ -411,8 +411,8 @@ def with_model(config: Config, weights: Weights) -> Config:
     "own" setting comes from the new run, and the value of an "inherited" setting from the weights.
     The value of an "adaptable" setting comes from the new run if the new run sets it to another
     value than the default, or if Training.init_keep names the setting. Otherwise it comes from the
-    weights. ConfigError is raised if the config sets an "inherited" setting to another value than
-    that of the weights.
+    weights. ConfigError is raised if the config contradicts the weights, for example if it sets an
+    "inherited" setting to a value that is neither the default nor that of the weights.
     """
     task, kept = tasks.from_config(config), config.training.init_keep
     task.check_weights(weights)

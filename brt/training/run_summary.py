@@ -45,7 +45,7 @@ def describe_start(run: Run, workdir: Workdir) -> str:
 
 
 def notes(run: Run) -> Iterator[str]:
-    """Yields messages about idle devices, heads that are not sharded, and Optimizer.rates."""
+    """Yields messages about idle devices, unsharded heads of keys, and Optimizer.rates."""
     available, used = len(jax.devices()), run.mesh.size
     if used != available:
         yield f"using {used} of {available} devices; Mesh.data = {available} would use all"

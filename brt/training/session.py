@@ -223,9 +223,9 @@ class Session:
     def save(self, *, wait: bool = False) -> None:
         """Starts to save all that a resumed run needs; if `wait` is True, waits for the save's end.
 
-        BadStep is raised if the last step was bad. A state that is not finite is also a BadStep if
-        Training.on_bad_step is "rollback"; with other policies, NonFiniteError is raised for it.
-        CheckpointError is raised if this save or the previous one failed.
+        BadStep is raised if the last step was bad and not skipped. A state that is not finite is
+        also a BadStep if Training.on_bad_step is "rollback"; with other policies, NonFiniteError is
+        raised for it. CheckpointError is raised if this save or the previous one failed.
         """
         self.accumulator.flush()
         with self.pause("saving"):

@@ -54,7 +54,8 @@ def _near(name: str, paths: Collection[str]) -> list[str]:
     """Returns the paths to suggest in place of `name`.
 
     A part of a path is one or several adjacent names. The function finds the part that is most
-    similar to `name`, and returns all paths that contain this part.
+    similar to `name`, and returns all paths that contain this part. If no part is similar, it
+    returns the paths that contain the string `name`.
     """
     parts: dict[str, list[str]] = {}
     for path in paths:
