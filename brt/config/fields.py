@@ -21,7 +21,7 @@ If `cached` is the name of a property of the section, the value of this property
 The argument `path` marks settings that name files or directories. They must be known, because the
 config of a stranger's run may name any path. The argument is "read" if brt reads the files, "data"
 if they are sources of data, and "written" if brt writes them. Only commands that train or prepare
-write files.
+write such files.
 """
 
 import dataclasses

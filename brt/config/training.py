@@ -45,9 +45,9 @@ class Training:
     # Training starts from the weights in this directory, which brt.convert or a run wrote, or from
     # the weights of this model of the Hugging Face Hub (OWNER/NAME). '' starts from random weights.
     init_from: str = free("", path="read")
-    # These settings of the model keep their default values. Other settings that have their default
-    # values are replaced by those of the weights. If init_keep is not bound, the settings that
-    # files and flags explicitly bind to their defaults are kept.
+    # These settings of the model keep their default values, which the values of the weights would
+    # otherwise replace. If init_keep is not bound, the settings that files and flags explicitly
+    # bind to their defaults are kept.
     init_keep: tuple[str, ...] = fixed(())
     # Patterns of the paths of parameters that training changes, such as ('*/cell/*', '*norm*'). All
     # other parameters are frozen: they have no gradients and no optimizer state. An empty tuple

@@ -191,7 +191,7 @@ class RowReader(Reader):
         return np.searchsorted(self.lengths, self.store.lengths)
 
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the rows of each batch, int [batches, B] (-1: empty), and the batch's length."""
+        """Returns the rows of each batch, int [batches, B] (-1: empty), and its padded length."""
         size, bucket = self.batch_size, self._bucket[order]
         used = np.unique(bucket)
         # `waiting` has rows that did not fill a batch of a shorter bucket, as indices in `order`.

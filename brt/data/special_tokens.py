@@ -39,7 +39,7 @@ class Added(NamedTuple):
 
 
 class Statements(NamedTuple):
-    """What the files say of special tokens. If claims differ, the first one counts."""
+    """What the files say of special tokens. The first claim whose token is known counts."""
 
     begin: tuple[Claim, ...] = ()  # the tokens that begin a document
     end: tuple[Claim, ...] = ()  # the tokens that end a text

@@ -58,8 +58,8 @@ class Lease:
         self._ended.set()
         self._thread.join()
         if not self.lost:
-            # Errors are ignored: if the lock is not emptied, the next trainer waits, and then takes
-            # over as from a trainer that was killed.
+            # Errors are ignored: if the lock is not emptied, the next trainer takes over as from a
+            # trainer that was killed.
             with contextlib.suppress(BrtError):
                 self._replace(self._generation, b"")
 

@@ -21,7 +21,7 @@ from brt.errors import BrtError, BucketError, ConfigError
 from brt.storage.places import BUCKETS, Place
 
 ABSENT = b"\x02"  # the generation of an object that does not exist, for TensorStore
-# A failed request is repeated for about a minute. A request has failed if no data arrive for 20 s.
+# A request is repeated for about a minute. It counts as failed if no data arrive for 20 s.
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "16s"}
 _SILENCE = "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20"
 _RANGE = 64 << 20  # Large objects are read in ranges of this number of bytes.
@@ -45,9 +45,9 @@ class Object(NamedTuple):
 class Bucket:
     """The objects whose keys begin with the key of a place.
 
-    The methods take keys relative to the place. Failed requests are repeated for a while. After
-    that, ConfigError is raised if credentials, permissions or the bucket are missing, and
-    BucketError if the same request may succeed later.
+    The methods take keys relative to the place. Requests that fail for a moment are repeated. If a
+    request fails for good, ConfigError is raised if credentials, permissions or the bucket are
+    missing, and BucketError if the same request may succeed later.
     """
 
     def __init__(self, place: Place):
@@ -132,8 +132,8 @@ class Bucket:
 
         With `replaces`, the object is written only if it still has this generation, or, with
         `replaces` = ABSENT, only if it does not exist. If the object is not written, the result is
-        None. Other processes must not write the same content, because equal content counts as proof
-        that this request was carried out.
+        None. With `replaces`, other processes must not write the same content, because equal
+        content counts as proof that this request was carried out.
         """
         with self._explained(key, "write"):
             stamp = self._store.write(key.encode(), content, if_equal=replaces).result()
